@@ -33,6 +33,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
 from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 
@@ -124,6 +125,7 @@ class ReplicatedAccelerator(Accelerator):
         replicated_root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: what is registered may have a state of any class.
+        adapter_only: of a model with PEFT's adapters, saves contain everything but the frozen base. False: the base, too.
         args, kwargs: as of Accelerator.
     """
 
@@ -135,6 +137,7 @@ class ReplicatedAccelerator(Accelerator):
         replicated_root: str | os.PathLike[str],
         writer_options: Mapping[str, Any] | None = None,
         trust_pickles: bool = False,
+        adapter_only: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -148,6 +151,7 @@ class ReplicatedAccelerator(Accelerator):
         self._replicated_root = Path(replicated_root)
         self._writer_options = {"retention": retention, **(writer_options or {})}
         self._trust_pickles = trust_pickles
+        self._adapter_only = adapter_only
         self._loaders: list[PreparedLoader] = []
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +193,8 @@ class ReplicatedAccelerator(Accelerator):
         del safe_serialization, kwargs
         name = self._name_of(output_dir)
         weights = [get_model_state_dict(model) for model in self._models]
+        if self._adapter_only:
+            weights = [drop_base(model, each) for model, each in zip(self._models, weights, strict=True)]
         left = list(weights)  # hooks remove what they save themselves, perhaps on one rank only: it is saved here, too
         with tempfile.TemporaryDirectory() as directory:
             for hook in self._save_model_state_pre_hook.values():
@@ -219,11 +225,12 @@ class ReplicatedAccelerator(Accelerator):
             return None
         # Before the load: hooks below may remove models from their own list.
         models = list(self._models)
-        state: dict[str, Any] = {_MODEL.format(i): get_model_state_dict(model) for i, model in enumerate(models)}
+        by_key = {_MODEL.format(index): model for index, model in enumerate(models)}
+        state: dict[str, Any] = {key: get_wanted_weights(model) for key, model in by_key.items()}
         state |= {**self._optimizer_states(get_wanted_state), **wanted_entries()}
-        loaded = self._checkpoints.load(name, state)
-        for index, model in enumerate(models):
-            set_model_state_dict(model, state[_MODEL.format(index)])
+        loaded = self._checkpoints.load(name, state, AdapterPlanner(by_key))
+        for key, model in by_key.items():
+            set_model_state_dict(model, state[key])
         for index, optimizer in enumerate(self._optimizers):
             set_loaded_state(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
         own, first = values_in(state, trust_pickles=self._trust_pickles)

@@ -22,7 +22,6 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.rank_state import (
-    RankStatePlanner,
     capture_random,
     entries_of,
     restore_random,
@@ -31,6 +30,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
 )
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 
@@ -86,6 +86,7 @@ class ReplicatedStrategy:
         root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: states of callbacks, hyperparameters and data modules may name any class.
+        adapter_only: of a model with PEFT's adapters, saves contain everything but the frozen base. False: the base, too.
         args, kwargs: as of Lightning's strategy.
     """
 
@@ -101,12 +102,14 @@ class ReplicatedStrategy:
         root: str | os.PathLike[str],
         writer_options: Mapping[str, Any] | None = None,
         trust_pickles: bool = False,
+        adapter_only: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._root = Path(root).resolve()
         self._writer_options = dict(writer_options or {})
         self._trust_pickles = trust_pickles
+        self._adapter_only = adapter_only
         self._random: dict[str, Any] | None = None
         self._restore: Callable[[], None] | None = None
         self._loaded_name = LATEST
@@ -189,7 +192,10 @@ class ReplicatedStrategy:
         if storage_options is not None:
             raise TypeError("storage_options of save_checkpoint belong to a CheckpointIO; pass them in writer_options.")
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        state = {_MODEL: checkpoint["state_dict"], **entries_of({"rest": rest, "random": capture_random()})}
+        # Here, not in lightning_module_state_dict: callbacks that average weights put others in their place.
+        weights = checkpoint["state_dict"]
+        saved = drop_base(self.model, weights) if self._adapter_only else weights
+        state = {_MODEL: saved, **entries_of({"rest": rest, "random": capture_random()})}
         for index, optimizer_state in enumerate(checkpoint.get("optimizer_states", [])):
             state[f"{_OPTIMIZER}{index}"] = optimizer_state
         # Rank 0's: the paths may differ by node, as with $HOME or a date in them.
@@ -206,7 +212,7 @@ class ReplicatedStrategy:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
         """
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        state = {_MODEL: get_model_state_dict(self.model), **wanted_entries()}
+        state = {_MODEL: get_wanted_weights(self.model), **wanted_entries()}
         self._loaded_name = self._checkpoints.load(self._name(checkpoint_path), state, self._planner())
         own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
         if is_fitting and own is not None:
@@ -280,8 +286,8 @@ class ReplicatedStrategy:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def _planner(self) -> RankStatePlanner:
-        return RankStatePlanner(allow_partial_load=not self.lightning_module.strict_loading)
+    def _planner(self) -> AdapterPlanner:
+        return AdapterPlanner({_MODEL: self.model}, allow_partial_load=not self.lightning_module.strict_loading)
 
     def _restore_later(self, restore: Callable[..., None], *given: Any) -> None:
         """Stands for Lightning's own restoring of model and callbacks, which `setup` does."""

@@ -30,6 +30,7 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.rank_state import entries_of, rank_and_world, values_in, wanted_entries
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
 from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_there
@@ -81,6 +82,7 @@ class ReplicatedTrainerMixin:
         replicated_root: this node's store, a directory on a node-local disk. None: `replicated` in `args.output_dir`.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: a scheduler's state may name any class.
+        adapter_only: of a model with PEFT's adapters, saves contain everything but the frozen base. False: the base, too.
     """
 
     args: Any
@@ -100,6 +102,7 @@ class ReplicatedTrainerMixin:
         replicated_root: str | os.PathLike[str] | None = None,
         writer_options: Mapping[str, Any] | None = None,
         trust_pickles: bool = False,
+        adapter_only: bool = True,
         **kwargs: Any,
     ) -> None:
         with _as_if_without_optimizer(*args, **kwargs):
@@ -112,6 +115,7 @@ class ReplicatedTrainerMixin:
         self._root = Path(self.args.output_dir) / "replicated" if replicated_root is None else Path(replicated_root)
         self._writer_options = {"retention": self._choose_retention(), **(writer_options or {})}
         self._trust_pickles = trust_pickles
+        self._adapter_only = adapter_only
         self._restored_from: tuple[str, str] | None = None
         self._best_path: str | None = None
         self._counters: dict[str, Any] | None = None
@@ -134,7 +138,8 @@ class ReplicatedTrainerMixin:
         del model, trial
         self.store_flos()  # type: ignore[attr-defined]
         self._name_best()
-        state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
+        weights = get_model_state_dict(self.model_wrapped)
+        state: dict[str, Any] = {_MODEL: drop_base(self.model_wrapped, weights) if self._adapter_only else weights}
         if not self.args.save_only_model:
             state[_OPTIMIZER] = get_saved_state(self.model_wrapped, self._plain_optimizer())
         state |= entries_of({"files": self._collect_files(), "counters": self._collect_counters()})
@@ -256,10 +261,10 @@ class ReplicatedTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         schedule = Path(checkpoint) / SCHEDULER_NAME
-        state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
+        state: dict[str, Any] = {_MODEL: get_wanted_weights(self.model_wrapped)}
         if is_there(schedule):  # not with save_only_model
             state[_OPTIMIZER] = get_wanted_state(self.model_wrapped, self._plain_optimizer())
-        self._checkpoints.load(self._restored_from[0], state)
+        self._checkpoints.load(self._restored_from[0], state, self._planner())
         set_model_state_dict(self.model_wrapped, state[_MODEL])
         if is_there(schedule):
             set_loaded_state(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
@@ -293,9 +298,12 @@ class ReplicatedTrainerMixin:
     def _load_best_model(self) -> None:
         """The model of the best checkpoint."""
         name = Path(self.state.best_model_checkpoint).name
-        state = {_MODEL: get_model_state_dict(self.model_wrapped)}
-        self._checkpoints.load(name, state)
+        state = {_MODEL: get_wanted_weights(self.model_wrapped)}
+        self._checkpoints.load(name, state, self._planner())
         set_model_state_dict(self.model_wrapped, state[_MODEL])
+
+    def _planner(self) -> AdapterPlanner:
+        return AdapterPlanner({_MODEL: self.model_wrapped})
 
     @cached_property
     def _checkpoints(self) -> NamedCheckpoints:

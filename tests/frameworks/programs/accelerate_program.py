@@ -33,6 +33,10 @@ def train(arguments: argparse.Namespace, accelerator: ReplicatedAccelerator, out
     """From wherever we are to the third epoch's end."""
     set_seed(1)
     model: Any = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 1))
+    if arguments.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["0", "3"]))
     inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
     data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
     loader: Any = DataLoader(data, batch_size=4, shuffle=True)
@@ -84,6 +88,7 @@ def main() -> None:
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--scaled", action="store_true")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     arguments = parser.parse_args()
     one_order = DistributedDataParallelKwargs(find_unused_parameters=True)  # else DDP rebuilds buckets, and sums anew
     accelerator = ReplicatedAccelerator(

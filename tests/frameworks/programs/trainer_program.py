@@ -74,10 +74,15 @@ def main() -> None:
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--raise-at", type=int, default=-1)
     parser.add_argument("--scaled", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     arguments = parser.parse_args()
     set_seed(1)
     size = {"vocab_size": 100, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))  # with dropout, as it comes
+    model: Any = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))  # with dropout, as it comes
+    if arguments.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     settings = TrainingArguments(
         output_dir=str(arguments.root / "trainer"),
         max_steps=14,
