@@ -88,8 +88,8 @@ class WeightsEntry:
 
     The nodes' `.metadata` of a save with an own prefix in the bucket is `whole | weights | bucket's whole | bucket's
     weights`, else `whole | weights`. `local_bytes`, `bucket_bytes`: the sizes of the two parts for weights, the second 0
-    without an own prefix. `crc32c`: of both together, `bucket_crc32c` of the second. `dropped`: the first names of the
-    entries that go.
+    without an own prefix. `crc32c`: of both together, `bucket_crc32c` of the second. `dropped`: the prefixes of
+    the names that go.
     """
 
     local_bytes: int
@@ -127,7 +127,7 @@ class Manifest:
     weights: WeightsEntry | None = None
     """What `slim` leaves of it; None: there is no optimizer to drop, or nothing else."""
     dropped: tuple[str, ...] = ()
-    """The first names of the entries that were dropped; empty: the checkpoint is full."""
+    """The prefixes of the names of entries that were dropped; empty: the checkpoint is full."""
 
     @property
     def is_slim(self) -> bool:

@@ -5,6 +5,7 @@ plus the part. So `__4_0.distcp` and `__4_1.distcp` are the weights and the opti
 """
 
 import re
+from collections.abc import Collection, Iterable, Iterator
 from enum import IntEnum
 
 from replicated_ckpt.core.layout import ShardName
@@ -45,6 +46,30 @@ def part_of_shard(name: str) -> Part:
     return Part(shard.index % NUMBERS_PER_SAVE)
 
 
-def first_name(fqn: str) -> str:
-    """The first part of an entry's name, as `optimizer` of `optimizer.state.weight.exp_avg`."""
-    return fqn.split(".", 1)[0]
+PREFIXES_MAX = 64
+
+
+def prefixes_of(gone: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
+    """The shortest prefixes of names of the entries that go which no entry that stays has; the first names, if too many.
+
+    Of `app.optimizer.state` beside `app.model.weight` it is `app.optimizer`.
+    """
+    staying = {prefix for name in kept for prefix in _prefixes(name)}
+    gone = set(gone)
+    found = {next((prefix for prefix in _prefixes(name) if prefix not in staying), name) for name in gone}
+    if len(found) > PREFIXES_MAX:
+        found = {name.split(".", 1)[0] for name in gone}
+    return tuple(sorted(found)[:PREFIXES_MAX])
+
+
+def is_dropped(fqn: str, prefixes: Collection[str]) -> bool:
+    """Whether an entry that a checkpoint does not have may be one of those with these prefixes that were dropped."""
+    return any(prefix in prefixes for prefix in _prefixes(fqn))
+
+
+def _prefixes(fqn: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    end = -1
+    while (end := fqn.find(".", end + 1)) >= 0:
+        yield fqn[:end]
+    yield fqn

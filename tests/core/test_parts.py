@@ -12,7 +12,7 @@ from replicated_ckpt.core.manifest import (
     WeightsEntry,
     decode_manifest,
 )
-from replicated_ckpt.core.parts import Part, first_name, part_of_entry, part_of_shard
+from replicated_ckpt.core.parts import PREFIXES_MAX, Part, is_dropped, part_of_entry, part_of_shard, prefixes_of
 from replicated_ckpt.errors import ManifestInvalid
 
 WHOLE, WEIGHTS, BUCKET, BUCKET_WEIGHTS = b"whole", b"some", b"in the bucket", b"its"
@@ -41,9 +41,19 @@ def test_each_entry_has_a_part(fqn: str, part: Part) -> None:
 def test_the_name_of_a_file_tells_its_part() -> None:
     parts = [part_of_shard(f"__4_{number}.distcp") for number in range(8)]
     assert parts == [Part.WEIGHTS, Part.OPTIMIZER, Part.REST, Part.UNCHANGED] * 2
-    assert first_name("optimizer.state.0.step") == "optimizer"
     with pytest.raises(ValueError, match="not the name of a shard"):
         part_of_shard(".metadata")
+
+
+def test_the_prefixes_of_what_goes_are_those_of_nothing_that_stays() -> None:
+    kept = ["app.model.weight", "step"]
+    assert prefixes_of(["optim.a.b", "optim.c", "app.optim.a"], kept) == ("app.optim", "optim")
+    assert prefixes_of(["app"], kept) == ("app",)
+    many = [f"app.other{number}" for number in range(PREFIXES_MAX + 1)]
+    assert prefixes_of(many, kept) == ("app",)
+    assert is_dropped("app.optim.state.new", ("app.optim", "optim"))
+    assert not is_dropped("app.model.new", ("app.optim", "optim"))
+    assert not is_dropped("optimum", ("app.optim", "optim"))
 
 
 def _full(*, has_own_prefix: bool) -> Manifest:

@@ -79,8 +79,8 @@ class PlannerData:
 class CachedLayout:
     """The coordinator's cache of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket.
 
-    The last of them describe the checkpoint without its optimizer: `weights` of them, without the entries whose names begin
-    with one of `dropped`. 0: there is no optimizer, or nothing else.
+    The last of them describe the checkpoint without its optimizer: `weights` of them, without the entries that have
+    one of the prefixes `dropped`. 0: there is no optimizer, or nothing else.
     """
 
     save_id: str

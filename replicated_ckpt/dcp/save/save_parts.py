@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from replicated_ckpt.core.parts import Part, first_name, part_of_entry, part_of_shard
+from replicated_ckpt.core.parts import Part, part_of_entry, part_of_shard, prefixes_of
 from replicated_ckpt.dcp.planning.cached_layouts import holds_paths_only
 from replicated_ckpt.dcp.rank_state.rank_state import find_own
 from replicated_ckpt.errors import ConfigInvalid
@@ -86,7 +86,7 @@ def _bytes_of(item: WriteItem) -> int:
 
 
 def without_optimizer(metadata: Metadata, parts: Parts) -> tuple[Metadata, tuple[str, ...]] | None:
-    """The metadata of the checkpoint without its optimizer, and the first parts of the names that go.
+    """The metadata of the checkpoint without its optimizer, and the prefixes of the names that go.
 
     None: the checkpoint has no optimizer, or no file would be left.
     """
@@ -100,4 +100,4 @@ def without_optimizer(metadata: Metadata, parts: Parts) -> tuple[Metadata, tuple
     if holds_paths_only(paths):
         paths = {fqn: path for fqn, path in paths.items() if fqn not in gone}
     kept = replace(metadata, state_dict_metadata=entries, planner_data=paths, storage_data=places)
-    return kept, tuple(sorted(set(map(first_name, gone))))
+    return kept, prefixes_of(gone, entries)
