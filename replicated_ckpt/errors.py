@@ -113,8 +113,8 @@ class CheckpointAmbiguous(ReplicatedCkptError):
     """Nodes hold different files of one name for a checkpoint without a manifest: two runs used its id. None was read."""
 
     default_hint = (
-        "Find the node whose file belongs to the run that you want (compare time stamps). Then move the other run's "
-        "directory away on the nodes named above."
+        "Compare the time stamps of this file on the nodes above, to find those with the run that you want. On the others, "
+        "move the checkpoint's directory away."
     )
 
     def __init__(self, checkpoint_id: str, name: str, file_by_node: Mapping[str, str]) -> None:

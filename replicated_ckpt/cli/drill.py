@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--copies", type=int, default=defaults.copies, help="copies of every shard (default: %(default)s)")
     add("--steps", type=int, default=defaults.steps, help="training steps, with two saves (default: %(default)s)")
-    add("--model-size", choices=list(WIDTH_BY_MODEL_SIZE), default=defaults.model_size, help="default: %(default)s")
+    add(
+        "--model-size",
+        choices=list(WIDTH_BY_MODEL_SIZE),
+        default=defaults.model_size,
+        help="size of the model that the job trains (default: %(default)s)",
+    )
     add(
         "--object-store",
         metavar="URL",

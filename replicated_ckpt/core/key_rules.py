@@ -49,7 +49,8 @@ class KeyRules:
                 raise ConfigInvalid(f"{key!r} would have no name left.", "Strip a shorter prefix, or rename it.")
             if name in key_by_name:
                 raise ConfigInvalid(
-                    f"Both {key_by_name[name]!r} and {key!r} would become {name!r}.", "Rename one of them."
+                    f"Both {key_by_name[name]!r} and {key!r} would become {name!r}.",
+                    "Exclude one of them, or change the rule that gives both this name.",
                 )
             key_by_name[name] = key
         return names
@@ -148,4 +149,6 @@ def _inside(container: Any, part: str | int, default: Any, path: Path) -> Any:
 
 def _conflict(path: Path) -> ConfigInvalid:
     where = ".".join(map(str, path))
-    return ConfigInvalid(f"{where!r} would lie inside or replace another entry.", "Rename one of them.")
+    return ConfigInvalid(
+        f"{where!r} would lie inside or replace another entry.", "Rename this entry, or exclude one of the two."
+    )

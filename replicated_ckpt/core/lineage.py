@@ -85,10 +85,11 @@ def merge_histories(told: Iterable[Histories]) -> dict[str, History]:
 
 
 def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
-    """Histories that a node or bucket reported, validated.
+    """Parses and checks the histories that a node or a bucket has reported.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: the fields are invalid; the caller names their source.
+        ValueError, KeyError, TypeError, AttributeError: the fields are invalid. The message does not name their source:
+            the caller adds it.
     """
     found = {}
     for lineage, told in fields.items():

@@ -83,14 +83,15 @@ class Preemption:
         return self._watched
 
     def close(self) -> None:
-        """Restores the handlers of before, except those that Python did not set and cannot set again.
+        """Restores the earlier handlers, except those of C code, which Python cannot set again.
 
         Raises:
-            ConfigInvalid: this is not the process's main thread, which alone can do that; nothing has changed.
+            ConfigInvalid: only the process's main thread can restore handlers; nothing has changed.
         """
         if self._previous and threading.current_thread() is not threading.main_thread():
+            names = ", ".join(signal.Signals(each).name for each in self._previous)
             raise ConfigInvalid(
-                f"Only the main thread can restore {', '.join(signal.Signals(each).name for each in self._previous)}.",
+                f"Only the main thread can restore the earlier handlers of {names}.",
                 "Call CheckpointManager.close in the main thread, or pass preempt_on=().",
             )
         self._watched = None

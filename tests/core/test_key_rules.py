@@ -1,5 +1,7 @@
 """Names of entries: which are taken, what they are called then, and where they lie in the nested state dict."""
 
+from dataclasses import replace
+
 import pytest
 
 from replicated_ckpt.core.key_rules import KeyRules, Path, nest, rename_path
@@ -50,6 +52,17 @@ def test_a_rule_that_cannot_be_meant_is_refused(rules: KeyRules, said: str) -> N
     """A misprint shows at once, not in a file that lacks half of the model."""
     with pytest.raises(ConfigInvalid, match=said):
         rules.new_names(KEYS)
+
+
+def test_names_that_collide_are_resolved_as_the_hint_says() -> None:
+    """Where a stripped prefix makes two names equal, a renaming comes too late: the hint is to exclude one."""
+    keys, rules = ["model.w", "w"], KeyRules(strip_prefix="model.")
+    with pytest.raises(ConfigInvalid, match=r"Both 'model\.w' and 'w' would become 'w'") as refused:
+        rules.new_names(keys)
+    assert "Exclude one of them" in refused.value.hint
+    with pytest.raises(ConfigInvalid, match="would become 'v'"):
+        replace(rules, rename=[("^w$", "v")]).new_names(keys)
+    assert replace(rules, exclude=["w"]).new_names(keys) == {"model.w": "w"}
 
 
 @pytest.mark.parametrize(

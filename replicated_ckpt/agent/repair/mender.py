@@ -239,7 +239,8 @@ class Mender:
                     "copy",
                     action.checkpoint_id,
                     f"ranks of this node are writing save {intent.save_id} of that name",
-                    f"Save {action.save_id} is copied here once save {intent.save_id} ends, unless it is replaced.",
+                    f"This node copies save {action.save_id} once save {intent.save_id} has ended, unless "
+                    f"{intent.save_id} has then replaced {action.save_id}.",
                 )
 
     def _set_aside(self, action: SetAside) -> None:

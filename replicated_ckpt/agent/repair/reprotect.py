@@ -46,10 +46,11 @@ _Place = tuple[str, str]
 
 
 class DeferredActions:
-    """Planned actions that are not done now. One thread.
+    """Planned actions that this node puts off. One thread.
 
-    A user who deletes a directory on every node needs time before other nodes copy it back. So a save that this node held
-    at the last look, and holds no more, is not copied here for `lost_after_s` seconds.
+    A user who deletes a checkpoint on every node does so on one after the other. So after a save has vanished from this
+    node's disk, this node does not copy it back for `lost_after_s` seconds. An action for which no node had intact bytes
+    waits RETRY_S.
     """
 
     def __init__(self, lost_after_s: float, clock: Callable[[], float]) -> None:

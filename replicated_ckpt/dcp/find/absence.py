@@ -86,9 +86,10 @@ def describe_absence(
     unreached: Sequence[str],
     others: Collection[str] = (),
 ) -> ReplicatedCkptError:
-    """The error of a load that found no save of its id. `unreached`: places without an answer that may have one.
+    """The error of a load that found no save of its id.
 
-    `others`: checkpoints that do exist.
+    `unreached`: nodes and buckets that did not answer, and may have such a checkpoint. `others`: other checkpoints, which
+    were found.
     """
     where = "; ".join(searched)
     # Begun is not absent: a job that starts anew would take a lost save for a first run.
@@ -216,7 +217,6 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
 
     Also if the bucket did not answer: it may have newer saves of nodes that are lost. `searched`: by node, each place that
     was searched. "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
-    other node of the save was asked.
     """
     bucket = searched.get(OBJECT_NODE, "")
     if NOT_REACHED in bucket:

@@ -80,7 +80,7 @@ def meet(
 
     `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
-    `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
+    Raises:
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
     """
     if world.blackboard is None:

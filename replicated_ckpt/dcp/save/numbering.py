@@ -79,10 +79,10 @@ def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
             f"the agent of node {store.read_node_id()} ({host})",
             "open",
             decision.checkpoint_id,
-            f"it did not answer when the save began. Only this node has save {max(heard, here)} of the run, and this "
-            f"would be save {decision.sequence}: loads would take the older state.",
-            "Save again, which asks the agent again. If it still does not answer, load the newest checkpoint first: "
-            "this process then counts from there.",
+            "it did not answer when the save began, so the new save was numbered without this node's saves. It is number "
+            f"{decision.sequence} of the run, but this node knows of number {max(heard, here)}. A load could take that one",
+            "Save again: this asks the agent once more. If it still does not answer, load the newest checkpoint, then "
+            "save. The save is then numbered after that checkpoint.",
         )
     store.begin(decision.intent)
 

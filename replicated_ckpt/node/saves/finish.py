@@ -179,7 +179,8 @@ class Finisher:
         with self._lock:
             if save_id in self._ends:
                 return self._ends[save_id]
-        raise ObjectMissing("this agent", "finish", save_id, "no rank has asked for it")
+        why = "this agent has no record of an order to finish that save; it may have been restarted since"
+        raise ObjectMissing("this agent", "finish", save_id, why)
 
     def _run(self, outline: Outline, held: DescriptorLock, end: "Future[Finished]") -> None:
         save_id = outline.manifest.save_id

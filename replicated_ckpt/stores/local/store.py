@@ -104,10 +104,12 @@ class LocalStore:
         return find_identity(self.root) or NO_NODE
 
     def agent_directory(self) -> Path:
-        """The agent's directory, private to this user. It is made if missing, if the root may become a store.
+        """The agent's directory, private to this user. If it is missing, it is made.
 
         Raises:
-            StoreDenied: another user of the host can have made it, or a file in it. ConfigInvalid, StoreError
+            StoreDenied: another user of the host can have made it, or a file in it.
+            ConfigInvalid: the root may not become a store, as it is a checkpoint, or lies in or above a store.
+            StoreError
         """
         path = self.root_agent_directory()
         with translate_errors(str(self.root), "create", AGENT_DIR):
