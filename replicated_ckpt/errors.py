@@ -11,7 +11,7 @@ HINT_MARK = " Hint: "
 
 
 class ReplicatedCkptWarning(UserWarning):
-    """Something is weaker than asked for, such as fewer copies than wanted; nothing is lost.
+    """Something is weaker than asked for, such as fewer copies than wanted. Nothing is lost.
 
     Or a save replaces a checkpoint of a run that this process neither loaded nor saved.
     """
@@ -36,9 +36,9 @@ class ReplicatedCkptError(Exception):
 
 
 class ConfigInvalid(ReplicatedCkptError):
-    """An argument, or a combination of arguments, is invalid; nothing was written."""
+    """An argument, or a combination of arguments, is invalid. Nothing was written."""
 
-    default_hint = "Correct the named argument; nothing was written."
+    default_hint = "Correct the named argument. Nothing was written."
 
 
 class CheckpointIdMismatch(ReplicatedCkptError):
@@ -61,22 +61,23 @@ class CheckpointExists(ReplicatedCkptError):
     """A committed checkpoint of this id exists and the save has `overwrite=False`; it was left untouched."""
 
     default_hint = (
-        "Use another checkpoint id, or pass ReplicatedWriter(..., overwrite=True); the old one stays loadable "
-        "until the new one is committed."
+        "Use another checkpoint id. Or replace the old checkpoint with ReplicatedWriter(..., overwrite=True): it stays "
+        "loadable until the new one is committed."
     )
 
 
 class ManagerClosed(ReplicatedCkptError):
     """A CheckpointManager was used after `close`; nothing was done."""
 
-    default_hint = "Use it inside its `with` block or before close(), or make a new CheckpointManager."
+    default_hint = "Use the manager inside its `with` block or before close(). Or make a new CheckpointManager."
 
 
 class ManifestInvalid(ReplicatedCkptError):
     """A manifest does not parse, fails its checksum or contradicts itself; it is not used."""
 
     default_hint = (
-        "Loads use another node's copy if there is one; `replicated-ckpt repair --root ROOT` restores this one."
+        "If another node has an intact copy, loads use that, and `replicated-ckpt repair --root ROOT` restores "
+        "this one."
     )
 
 
@@ -106,7 +107,9 @@ class CheckpointNotFound(ReplicatedCkptError):
 class CheckpointNotCommitted(CheckpointNotFound):
     """Only an unfinished save of this id exists, which is no checkpoint."""
 
-    default_hint = 'Load the one before it, or "latest"; the next save or load completes or removes this one.'
+    default_hint = (
+        'Load an earlier checkpoint, or "latest". The next save or load completes or removes the unfinished save.'
+    )
 
 
 class CheckpointAmbiguous(ReplicatedCkptError):
@@ -128,7 +131,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
 
 
 class AckNotReached(ReplicatedCkptError):
-    """Fewer copies than asked for, and `on_degraded="raise"`; or no holder has published some shard of a decided save."""
+    """A shard has too few copies, and `on_degraded` is "raise". Or a save is decided, but a shard is published nowhere."""
 
     default_hint = 'Bring the lost node back, or save with on_degraded="warn" to continue with fewer copies.'
 
@@ -141,7 +144,7 @@ class AckNotReached(ReplicatedCkptError):
 
 
 class ReplicasDiverged(ReplicatedCkptError):
-    """Ranks have other bytes of one tensor, and `on_divergence="raise"`; nothing was committed, older checkpoints stand."""
+    """Replicas of a tensor differ between ranks, and `on_divergence` is "raise". Nothing was committed."""
 
     default_hint = (
         "Load the newest checkpoint, which makes the replicas alike, and find out why they differ: docs/replicas.md has "
@@ -155,7 +158,7 @@ class ReplicasDiverged(ReplicatedCkptError):
 
 
 class ShardLost(ReplicatedCkptError):
-    """No intact copy of these shards was found; no tensor got a wrong byte. `is_latest`: "latest" was asked for."""
+    """No intact copy of these shards was found. No tensor got a wrong byte. `is_latest`: the load asked for "latest"."""
 
     def __init__(
         self, checkpoint_id: str, owner_by_shard: Mapping[str, str], searched: Sequence[str], is_latest: bool = False
@@ -259,8 +262,8 @@ class ObjectUnsafe(ReplicatedCkptError):
     """
 
     default_hint = (
-        "If all who can write this checkpoint may run code here, pass ReplicatedReader(..., trust_pickles=True) or "
-        "--trust-pickles. To load without the object, leave it out of the state dict, or of an export with --exclude."
+        "If you would let all who can write this checkpoint run code here, pass ReplicatedReader(..., trust_pickles=True) "
+        "or --trust-pickles. To load without the object, leave it out of the state dict, or of an export with --exclude."
     )
 
     def __init__(self, fqn: str, where: str, names: Sequence[tuple[str, str]], why: str = "") -> None:
@@ -280,7 +283,7 @@ class ObjectUnsafe(ReplicatedCkptError):
 
 
 def _as_safe_global(path: str) -> str:
-    """As torch takes it: a class or function alone, what knows no name of its own, as Ellipsis, with one."""
+    """The argument for torch: a class or function alone; another object, such as Ellipsis, as a pair with its name."""
     knows_its_name = hasattr(vars(builtins).get(path, type), "__qualname__")
     return path if knows_its_name else f"({path}, 'builtins.{path}')"
 
@@ -300,7 +303,7 @@ class AgentUnavailable(ReplicatedCkptError):
 class StoreError(ReplicatedCkptError):
     """An operation on one store failed; `store`, `op` and `key` name it."""
 
-    default_hint = "Check the named store; loads use other copies."
+    default_hint = "Check the named store. Loads use other copies."
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
         why = detail.rstrip(":. ") or type(self).__name__  # else a traceback, which names the class, would say it twice
@@ -335,7 +338,8 @@ class StoreFull(StoreError):
     """The store has no space left. Nothing was committed in it, and the previous checkpoint is intact."""
 
     default_hint = (
-        "Free space or inodes (`df -i`), such as by `replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
+        "Free space or inodes (`df -i`), for example with `replicated-ckpt prune --root ROOT --keep-last N`. Then "
+        "save again."
     )
 
 

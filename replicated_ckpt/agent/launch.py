@@ -313,8 +313,8 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
 def _silence_error(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
     return AgentUnavailable(
         f"The agent of node {endpoint.node_id} (pid {endpoint.pid}) does not answer; it may be stopped.",
-        f"`kill -CONT {endpoint.pid}` if it is stopped. If it hangs, `kill -9 {endpoint.pid}`: the next save or "
-        f"load starts another. Its log is {directory / LOG_NAME}.",
+        f"If it is stopped, run `kill -CONT {endpoint.pid}`. If it hangs, run `kill -9 {endpoint.pid}`: the next save or "
+        f"load starts another agent. Its log is {directory / LOG_NAME}.",
     )
 
 
@@ -420,7 +420,8 @@ def _unavailable(directory: Path, why: str, log_begins: int) -> AgentUnavailable
     return AgentUnavailable(
         f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: {why}. "
         f"{_quote_log(directory, log_begins)}.",
-        f"Fix the cause, or start an agent by hand: ranks use `replicated-ckpt agent --root {directory.parent}`.",
+        "Fix the cause. Or start an agent by hand, which the ranks then use: `replicated-ckpt agent --root "
+        f"{directory.parent}`.",
     )
 
 

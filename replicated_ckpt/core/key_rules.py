@@ -46,7 +46,10 @@ class KeyRules:
         key_by_name: dict[str, str] = {}
         for key, name in names.items():
             if key and not name:
-                raise ConfigInvalid(f"{key!r} would have no name left.", "Strip a shorter prefix, or rename it.")
+                raise ConfigInvalid(
+                    f"{key!r} would have no name left.",
+                    "Change the rule that removes all of the name, or exclude this entry.",
+                )
             if name in key_by_name:
                 raise ConfigInvalid(
                     f"Both {key_by_name[name]!r} and {key!r} would become {name!r}.",
@@ -62,7 +65,7 @@ class KeyRules:
         chosen = {key: key for key in included if not _fits_any(key, self.exclude)}
         if not chosen:
             raise ConfigInvalid(
-                f"No key is left to convert: all of {_format_keys(keys)} are excluded.", "Exclude less."
+                f"No key is left to convert: all of {_format_keys(keys)} are excluded.", "Exclude fewer keys."
             )
         return chosen
 

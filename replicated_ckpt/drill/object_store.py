@@ -117,7 +117,7 @@ def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     target = ObjectTarget.check_supported(own, None)
     # The ranks are processes of their own: they would each have an empty bucket.
     if target.is_process_local:
-        raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
+        raise ConfigInvalid(f"--object-store {url}: each process would have a bucket of its own.")
     with closing(open_client(target)) as client:
         try:
             # A bucket that takes no writes shows now, not after a training run.

@@ -33,7 +33,7 @@ SAID = {
     "missing": "does not exist",
     "file": "is a file",
     "empty": "is empty",
-    "foreign": "no checkpoint (but notes.txt)",
+    "foreign": "no checkpoint. It has notes.txt",
     "store/run/step-1": "is one checkpoint",
     "store/run": "lies in another store",
     "above": "is not a node's store, and holds 2 stores",

@@ -130,7 +130,7 @@ def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_o
     uploader.round()
     state = uploader.state_of(manifest.save_id)
     assert state is not None
-    assert "was written by stock torch, unknown to this save" in state.error
+    assert "was written by stock torch. This save did not find it" in state.error
     assert {name: (there / name).read_bytes() for name in stock} == stock
     found = targets.bucket(url).save_of("step-1")
     assert found is not None
@@ -521,7 +521,7 @@ def test_an_upload_that_cannot_end_fails_at_once(tmp_path: Path) -> None:
         order = ("upload", "step-1", "--to", url, "--root")
         done = command(*order, nodes[0].root)
         assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
-        assert f"no node that has the order holds {shard(1)} (on host1, host2)" in done.stderr
+        assert f"no node that has the order to upload holds {shard(1)} (on host1, host2)" in done.stderr
         assert f": No rank of node {nodes[1].node_id()} has named" in done.stderr
         assert f"`replicated-ckpt upload step-1 --to {url} --root ROOT`" in done.stderr
         done = command(*order, nodes[2].root, "--no-wait")

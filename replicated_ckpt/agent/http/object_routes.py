@@ -120,7 +120,7 @@ class ObjectRoutes:
             self.uploader.try_now(save_id)
         found = self.uploader.state_of(save_id) if is_save_id(save_id) else None
         if found is None:
-            raise ObjectMissing("this agent", "GET", save_id[:80], "not a save that is uploaded")
+            raise ObjectMissing("this agent", "GET", save_id[:80], "this node uploads no such save")
         return json_answer(**asdict(found))
 
     def _do(self, verb: str, request: Request) -> Answer:

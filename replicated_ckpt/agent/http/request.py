@@ -148,7 +148,7 @@ class Checks:
         """
         # Refused before the body is read: a queue without end would hold a body and a thread each.
         if not self._places.acquire(blocking=False):
-            detail = f"{CHECKS_MAX} checks of this node are under way or wait"
+            detail = f"{CHECKS_MAX} checks already run on this node, or wait there"
             raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
         try:
             with request.heartbeat, self._turn:  # one body at a time, too

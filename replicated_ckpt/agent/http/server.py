@@ -259,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
             right = self._find_right()
             # Before the body is read: a flood of requests must cost no memory.
             if not self.server.connections.note_working(self.client_address, right):
-                what = "as many requests of other nodes are under way as may be; those of the node's own user go on"
+                what = "too many requests of other nodes are under way. This node's own user can still send requests"
                 raise StoreUnavailable("this agent", self.command, self.path[:_LOGGED_CHARS], what)
             body = Body(self.rfile, self.headers)  # made first, so that `_refuse` can read the body to its end
             check_release(self.headers, self.path, str(self.client_address[0]))

@@ -320,8 +320,8 @@ class Mender:
                 f"the address book of node {self._service.node_id}",
                 "find",
                 f"node {' or node '.join(nodes)}",
-                "no job has introduced it here, so nothing can be fetched from it; local files are unchanged",
-                "Run a save or load with ranks on both nodes, which introduces them; then repair again.",
+                "no job has introduced that node here, so this node cannot fetch from it. No local file was changed",
+                "Run a job with ranks on both nodes: its first save or load introduces them. Then repair again.",
             )
         return known
 

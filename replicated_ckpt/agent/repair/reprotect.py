@@ -150,7 +150,10 @@ STALE_SAVE_GRACE_S = 60.0
 SUSPECTS_MAX = 4096  # any peer may name files: the queue stays bounded
 LOAD_FIRST_S = 0.3
 """Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
-_NOT_PLANNED = "this node's own view of the nodes does not allow it; ask on its own host"
+_NOT_PLANNED = (
+    "this node's own plan does not have that action, so it takes no such order from another node. Run the command on this "
+    "node's host"
+)
 
 Outcome: TypeAlias = tuple[Action, str]
 
@@ -261,7 +264,7 @@ class Reprotector:
         # In short waits: the thread that does orders ends when the agent leaves.
         while not wait([order], PAUSE_S).done:
             if self._stopping.is_set():
-                raise StoreUnavailable("this agent", "repair", "plan", "it is leaving")
+                raise StoreUnavailable("this agent", "repair", "plan", "it is about to exit")
         return order.result()
 
     def _run(self) -> None:

@@ -133,7 +133,7 @@ def cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
     if problem.errno == errno.EADDRINUSE:
         holder = describe_listeners(port) or "a process that is not visible from here (another container?)"
         hint = (
-            f"End that process, or pass another --port, or a range, there or in {PORT_ENV}. Without both, the agent "
+            f"End that process, or name another port or a range, with --port or {PORT_ENV}. Without either, the agent "
             f"takes a free port. {_WHO.format(port)}"
         )
         return AgentUnavailable(f"{why}. The port is taken by {holder}.", hint)

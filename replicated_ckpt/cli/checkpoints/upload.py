@@ -172,9 +172,9 @@ def _find_stuck(
     nodes = sorted({node for name in stuck for node in holders[name]})
     why = [message_by_node.get(node, f"This node has no address of {seen.label(node)}.") for node in nodes]
     return (
-        f"no node that has the order holds {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}The "
-        "order stays on this node. Give it on one node that holds each of these shards, too: `replicated-ckpt "
-        f"upload {quote(manifest.checkpoint_id)} --to {quote(target.url)} --root ROOT`."
+        f"no node that has the order to upload holds {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}"
+        "The order stays on this node. For each of these shards, give the order on a node that holds it, too: "
+        f"`replicated-ckpt upload {quote(manifest.checkpoint_id)} --to {quote(target.url)} --root ROOT`."
     )
 
 

@@ -133,7 +133,7 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
     if next(store.catalog.directories(), None) is None and next(store.catalog.without_manifest(), None) is None:
         shown = ", ".join(names[:_SHOWN_MAX]) + (", ..." if len(names) > _SHOWN_MAX else "")
         raise CheckpointNotFound(
-            f"{store.root} is not a node's store: it has no {NODE_NAME} and no checkpoint (but {shown}).",
+            f"{store.root} is not a node's store: it has no {NODE_NAME} and no checkpoint. It has {shown}.",
             _NAME_IT,
         )
 

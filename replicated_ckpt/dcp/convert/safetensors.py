@@ -33,8 +33,8 @@ from replicated_ckpt.stores.files.existence import is_directory, is_plain_file, 
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
 
 _INDEX_BYTES_MAX = 64 << 20
-_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that assigns each tensor to a file."
-_CHOOSE_INDEX = "Move the other indexes away: a variant such as fp16 has other files."
+_CHOOSE = "Name one of the files, or add an index (model.safetensors.index.json) that assigns each tensor to one file."
+_CHOOSE_INDEX = "Keep the index of the model or variant (such as fp16) that you want, and move the others away."
 _OF_ANOTHER = "Index and files are of different versions: fetch all again, or remove the index to use the files alone."
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -173,7 +173,7 @@ def _skip_metadata(raw: bytes, position: int, label: str) -> int:
         value, position = _text(raw, _token(raw, position, b":"))
         # One rank's file looks whole to any reader: loaded alone, it would give a part of the model.
         if name == _PLACES and (_RANKS_FILE.match(Path(label).name) or re.search(r"[1-9]", _offsets(value))):
-            raise ConfigInvalid(f"{label} holds one rank's parts of tensors, which look like whole ones.", _CONSOLIDATE)
+            raise ConfigInvalid(f"{label} has only one rank's parts of the tensors.", _CONSOLIDATE)
         if not raw.startswith(b"}", position):
             position = _token(raw, position, b",")
     return _skip(raw, position + 1)

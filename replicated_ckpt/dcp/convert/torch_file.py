@@ -39,7 +39,9 @@ from replicated_ckpt.stores.files.existence import open_plain, open_plain_file
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 
 _NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows the owner)."
-_BRING_CLASS = "Install the package, or add the directory of the module to PYTHONPATH, in the version that saved."
+_BRING_CLASS = (
+    "Install the package in the version with which the file was saved, or add the module's directory to PYTHONPATH."
+)
 _SAVE_AGAIN = "Fetch it again if it is truncated. Convert a file of an old torch with torch.load and torch.save."
 
 

@@ -134,7 +134,7 @@ def look_up(
     # Unreached is not absent: `None` would have the job start anew next to its own checkpoint.
     if error.unreached:
         key = checkpoint_id if newest is None else "the newest checkpoint"
-        hint = "It may hold the checkpoint: bring it back. For a bucket, check its name and the credentials."
+        hint = "Bring the node back, as it may have the checkpoint. For a bucket, check its name and the credentials."
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)
     # A misspelled id would silently start the job anew: this is worth a warning.
     if newest is not None and newest.form and THERE_ARE_OTHERS in error.message:

@@ -35,7 +35,8 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         raise CheckpointExists(
             f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. The nodes that have parts of it are "
             f"unknown: {exc.message}",
-            "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
+            "To replace it, save with ReplicatedWriter(..., overwrite=True). To keep its files, move its directory away on "
+            "every node.",
         ) from exc
     _check_may_go(survey, checkpoint_id, store)
     _check_is_alone(survey, surveyor)
@@ -47,9 +48,9 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         unreached.append("this node, which still publishes it")
     if unreached:
         raise CheckpointExists(
-            f"Checkpoint {checkpoint_id!r} exists, but was not seen complete: {missing} is missing, and may be on a "
-            f"node or bucket that was not reached: {'; '.join(unreached)}.",
-            "Make these reachable again, or save with ReplicatedWriter(..., overwrite=True) to give the old checkpoint up.",
+            f"Checkpoint {checkpoint_id!r} exists, but not all of it was found. Missing: {missing}. It may be on a node or "
+            f"bucket that was not reached: {'; '.join(unreached)}.",
+            "Make these reachable again. Or replace the old checkpoint: save with ReplicatedWriter(..., overwrite=True).",
         )
 
 
@@ -62,7 +63,7 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
     if upload is not None:
         raise CheckpointExists(
             f"Checkpoint {checkpoint_id!r} exists: the nodes have a part of it, and {upload.url} may have all of it.",
-            "Load it from the bucket, or save with ReplicatedWriter(..., overwrite=True) to give the old checkpoint up.",
+            "Load it from the bucket. Or replace it: save with ReplicatedWriter(..., overwrite=True).",
         )
 
 
@@ -80,8 +81,8 @@ def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
         raise CheckpointExists(
             f"Checkpoint {manifest.checkpoint_id!r} exists, but is not complete, and other files have this name: "
             f"{'; '.join(found)}.",
-            "Save under another id, or move those files away, or save with ReplicatedWriter(..., overwrite=True), which "
-            "gives up both the checkpoint and the files.",
+            "Save under another id, or move those files away. ReplicatedWriter(..., overwrite=True) replaces both the "
+            "checkpoint and the files.",
         )
 
 

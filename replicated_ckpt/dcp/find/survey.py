@@ -103,9 +103,9 @@ def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) 
     newer = f" It is loaded although newer ones exist: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
-        f"{save.checkpoint_id} has no manifest: stock torch wrote it, or it is lost on every node that was reached. "
-        "A shard that ends with checksums of ours is held against them; of any other only the CRC32 that torch.save left "
-        "inside is checked, where it is there. "
+        f"{save.checkpoint_id} has no manifest: stock torch wrote it, or every node that was reached has lost it. "
+        "A shard with this package's checksums at its end is checked with them. In any other shard, only the CRC32s that "
+        "torch.save has written are checked. "
         f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
         + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
         + f"To get checksums and copies, save the loaded state under a new id.{newer}"

@@ -165,7 +165,9 @@ REMIND_S = 100.0
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
 _Placed = tuple[ReadItem, StorageInfo, str]
 """An item, where it lies, and the name of its shard."""
-_TRANSFORMED = "Load it with the reader that applies the transforms, and save it with ReplicatedWriter, without them."
+_TRANSFORMED = (
+    "Load the checkpoint with the reader that applies the transforms. Save it with ReplicatedWriter, without them."
+)
 
 
 class LoadAttempt:

@@ -12,11 +12,11 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 
 class PlansUnknown(ReplicatedCkptError):
-    """A rank sent no save plan, as its plan is unchanged; but the coordinator lacks the earlier plan. Nothing was saved."""
+    """A rank did not send its unchanged save plan, but the coordinator lacks the earlier one. Nothing was saved."""
 
     default_hint = (
-        "Save again: DCP then plans anew. Give every rank one CachedSavePlanner for all its saves, used "
-        "together; or pass no planner."
+        "Save again: DCP then plans anew. On every rank, pass one CachedSavePlanner to all saves. Or pass no planner on "
+        "any rank."
     )
 
 

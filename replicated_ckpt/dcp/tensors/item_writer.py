@@ -83,10 +83,10 @@ def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
 ALIGNMENT_BYTES = 64
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
 _PLANNER_HINT = "Correct resolve_data of the planner that you pass to dcp.save."
-_META_HINT = "Give its module memory (`to_empty`) and values before the save, or leave it out of the state."
+_META_HINT = "Before the save, give its module memory (`to_empty`) and values. Or leave the tensor out of the state."
 _FREED_HINT = (
-    "Save it while it has its values: FSDP, for example, frees whole parameters between computations. Save a "
-    "clone of zeros that autograd has made, which never have memory."
+    "Save the tensor while it has its values: FSDP, for example, frees whole parameters between computations. Zeros that "
+    "autograd has made never have memory: save a clone of them."
 )
 
 

@@ -18,7 +18,7 @@ from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192  # a job that makes up nodes must not grow the file without end
 _BOOK, _FROM = "the address book", ", which has it from "
-INTRODUCE_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
+INTRODUCE_HINT = "The next save or load of a job with ranks on both nodes introduces them."
 
 
 def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:

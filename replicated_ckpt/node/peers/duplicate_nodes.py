@@ -62,8 +62,8 @@ def ask_who(address: AgentAddress) -> Who:
 
 
 _HINT = (
-    "One is a copy of the other (a cloned disk): stop the agent of the copy, and `rm -r ROOT/node.json "
-    "ROOT/.agent` there, with its root for ROOT."
+    "One of their disks is a clone of the other. On the clone, stop the agent, and run `rm -r ROOT/node.json ROOT/.agent` "
+    "with its root for ROOT."
 )
 
 

@@ -380,5 +380,5 @@ def _leaving_error(intent: Intent) -> StoreUnavailable:
         "open",
         intent.checkpoint_id,
         "it is stopping, and completes only the saves that are open",
-        "Whatever stopped it should start the next agent; otherwise the next save does. Then save again.",
+        "Save again once the next agent runs. If no supervisor starts one, the next save does.",
     )

@@ -83,8 +83,8 @@ def _unsettled_error(service: NodeService, intent: Intent) -> ConfigInvalid:
         return ConfigInvalid(
             f"Save {intent.save_id} is not aborted: it is decided, but save {named.save_id} has its name, "
             f"{intent.checkpoint_id!r}, on this node.",
-            f"It is deleted once a newer save of its run is complete. If you rename {place}, that directory is a "
-            "checkpoint of its new name, and this save is published.",
+            f"This save is deleted once a newer save of its run is complete. To publish it instead, rename {place}: save "
+            f"{named.save_id} then is a checkpoint under the new name.",
         )
     return ConfigInvalid(
         f"Save {intent.save_id} is not aborted: on another of its nodes, ranks work on it, or did a moment ago.",

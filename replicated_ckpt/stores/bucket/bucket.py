@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 64 << 10
 _OTHER_RUN = (
-    "Give each run its own prefix; to upload this one there, run `replicated-ckpt upload ID --root ROOT --to URL`."
+    "Give each run its own prefix. To upload this save there, run `replicated-ckpt upload ID --root ROOT --to URL`."
 )
-_TAKEN = "The nodes have the newer one. Save it again with overwrite=True: it then gets its own place in the bucket."
+_TAKEN = "The nodes have this save. Save again with overwrite=True: the new save gets its own place in the bucket."
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
 """Age from which an unfinished upload counts as stale: no save takes that long."""
@@ -254,7 +254,7 @@ class Bucket:
         if there.mark is None:
             if there.problem in ("", OF_NEWER_FORMAT) and there.save_id != manifest.replaces_in_bucket:
                 what = "was written by stock torch" if not there.problem else f"is of a newer format: {there.problem}"
-                raise SaveSuperseded(f"{place} {what}, unknown to this save.", _TAKEN)
+                raise SaveSuperseded(f"{place} {what}. This save did not find it when it began.", _TAKEN)
             return
         if is_superseded(manifest, there):
             if there.mark.lineage != manifest.lineage:
@@ -270,7 +270,8 @@ class Bucket:
             )
         if there.mark.lineage != manifest.lineage and there.save_id != manifest.replaces_in_bucket:
             raise SaveSuperseded(
-                f"{place} belongs to save {there.save_id} of another run, unknown to this save.", _TAKEN
+                f"{place} belongs to save {there.save_id} of another run. This save did not find it when it began.",
+                _TAKEN,
             )
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:

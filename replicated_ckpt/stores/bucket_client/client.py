@@ -10,7 +10,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 PART_BYTES = 16 << 20
 """Least size of the parts of an upload, in bytes."""
 PARTS_PARALLEL = 4
-AWAY_HINT = "Local and peer copies are safe. An agent tries its uploads again; otherwise check the URL and the network."
+AWAY_HINT = "The nodes' copies are safe, and agents retry uploads. If it still fails, check the URL and the network."
 ARCHIVED = "InvalidObjectState"
 """Start of a StoreDenied's detail for an archived object, which must be restored before it can be read."""
 

@@ -191,7 +191,7 @@ class FsspecClient:
         except OSError as exc:
             raise StoreError(self.target.url, op, key, self._detail(exc)) from None
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
-            detail = f"its answer makes no sense: {self._detail(exc)}"
+            detail = f"its answer is not valid: {self._detail(exc)}"
             raise StoreError(self.target.url, op, key, detail) from None
         except Exception as exc:
             # A built-in exception that is none of these is a bug of ours, not an answer of the store.

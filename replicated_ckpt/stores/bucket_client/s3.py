@@ -314,15 +314,16 @@ class S3Client:
 
 
 _DENIED_HINT = (
-    "Check the bucket's name and region, the credentials and their permissions, and this node's clock. Local "
-    "and peer copies are safe."
+    "Check the bucket's name and region, the credentials and their permissions, and this node's clock. The nodes' copies "
+    "are safe."
 )
 _ARCHIVED_HINT = (
-    "A life-cycle rule of the bucket has archived it: restore it there, or load a checkpoint that is not archived."
+    "A life-cycle rule of the bucket has archived this object: restore it there, or load a checkpoint without archived "
+    "objects."
 )
 _NOT_BELIEVED_HINT = (
-    "Correct the endpoint_url. For a private CA, pass its file, which each node needs, by AWS_CA_BUNDLE or "
-    'by client_kwargs={"verify": PATH} in storage_options. Local and peer copies are safe.'
+    "Correct the endpoint_url. For a private CA, copy its file to each node, and name it in AWS_CA_BUNDLE, or in "
+    'storage_options as client_kwargs={"verify": PATH}. The nodes\' copies are safe.'
 )
 _OWN_PREFIX_HINT = "Give the checkpoints their own prefix: s3://bucket/prefix."
 

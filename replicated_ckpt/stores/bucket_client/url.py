@@ -116,7 +116,9 @@ class ObjectTarget:
             raise ConfigInvalid(f"object_store must be a URL such as s3://bucket/prefix, not {url!r}.")
         scheme, _, place = url.partition("://")
         if scheme not in SCHEMES:
-            raise ConfigInvalid(f"object_store cannot be {scheme[:80]!r}: it is one of {', '.join(SCHEMES)}.")
+            raise ConfigInvalid(
+                f"object_store has the scheme {scheme[:80]!r}, but must have one of {', '.join(SCHEMES)}."
+            )
         if scheme in _DIRECTORIES and not place.startswith("/"):
             hint = f"Pass its absolute path, such as {scheme}:///share/checkpoints, the same on all nodes."
             raise ConfigInvalid(f"object_store {url!r} is a relative path, but agents run in another directory.", hint)

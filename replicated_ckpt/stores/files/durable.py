@@ -36,7 +36,7 @@ _HINT_BY_ERRNO = {
     errno.ENOTDIR: "A file lies where a directory is needed: pass another root, or move the file away.",
 }
 _QUOTA_HINT = (
-    "A quota is used up, which `df` need not show (`quota -s`, `btrfs qgroup show`). Raise it, or run "
+    "A quota is used up: see `quota -s` or `btrfs qgroup show`, as `df` may not show it. Raise it, or run "
     "`replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
 )
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -88,8 +88,8 @@ def _denied_hint(store: str, key: str, exc: OSError) -> str:
     allow = f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows the owner)"
     if exc.errno == errno.EPERM:
         return (
-            f"{allow}. If that is so already, it is immutable (`lsattr`), or its file system has no modes, as FAT: "
-            "pass another root."
+            f"{allow}. If the user already can, pass another root: this one is immutable (`lsattr`), or on a file system "
+            "without modes, such as FAT."
         )
     return f"{allow}, or pass another root."
 

@@ -280,7 +280,7 @@ def _is_group_trusted(status: os.stat_result) -> bool:
 
 def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:
     found = f"{why}; its owner is {_user(status.st_uid)} and its mode {stat.S_IMODE(status.st_mode):04o}"
-    return StoreDenied(str(root), "believe", str(path), found, hint)
+    return StoreDenied(str(root), "trust", str(path), found, hint)
 
 
 def _is_trusted() -> bool:

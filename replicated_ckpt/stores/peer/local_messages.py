@@ -23,7 +23,7 @@ MESSAGE_BYTES_MAX = 64 << 20
 DESCRIPTORS_MAX = 2
 _HEAD = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("iII")
-_ANOTHER = "Run ranks and agent as the same user; or save with dcp.save, which hands nothing over."
+_ANOTHER = "Run ranks and agent as the same user. Or save with dcp.save, which submits nothing to the agent."
 
 
 def listen(directory: Path) -> socket.socket:

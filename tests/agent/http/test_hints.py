@@ -201,7 +201,7 @@ def test_a_taken_port_names_its_process(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.UNREACHABLE
     assert f"Cannot listen on 127.0.0.1:{port}" in done.stderr
     assert f"taken by pid {os.getpid()} (" in done.stderr
-    assert "pass another --port" in done.stderr
+    assert "name another port" in done.stderr
 
 
 def test_a_free_port_is_nobodys() -> None:
@@ -257,7 +257,7 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EXDEV, StoreError, "volume"),
         (errno.ENOSPC, StoreFull, "Free space"),
         (errno.EDQUOT, StoreFull, "quota -s"),
-        (errno.EPERM, StoreDenied, "no modes, as FAT"),
+        (errno.EPERM, StoreDenied, "without modes, such as FAT"),
         (errno.ENOLCK, StoreError, "with locks"),
         (errno.EINVAL, StoreError, "file system does not support this"),
     ],

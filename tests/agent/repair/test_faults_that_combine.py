@@ -238,7 +238,7 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(
     decide(service.store, mine)
     with pytest.raises(ConfigInvalid, match=f"it is decided, but save {OLD} has its name") as raised:
         settling.abort_lost(service, NEW, [OTHER])
-    assert f"If you rename {service.store.root}/step-10" in raised.value.hint
+    assert f"To publish it instead, rename {service.store.root}/step-10" in raised.value.hint
     for command in (["ls"], ["repair", "--dry-run"], ["repair", "--dry-run", "--lost", OTHER]):
         main([*command, "--root", str(service.store.root)])
         said = capsys.readouterr().out

@@ -31,4 +31,4 @@ def test_a_source_that_was_never_introduced_is_named(tmp_path: Path, kind: str) 
     with pytest.raises(StoreUnavailable, match=f"find 'node {there}'") as raised:
         mender.carry_out(actions[kind])
     assert f"address book of node {here}" in str(raised.value)
-    assert "Run a save or load with ranks on both nodes, which introduces them" in str(raised.value)
+    assert "Run a job with ranks on both nodes: its first save or load introduces them" in str(raised.value)

@@ -228,7 +228,7 @@ def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
         before = tree(nodes[0].root)
         with agent.peer() as client:
             (result,) = client.call("POST", "/v1/repair", {"plan": plan.to_json()})["results"]
-        assert "own view" in result["error"]
+        assert "own plan" in result["error"]
         assert tree(nodes[0].root) == before
         assert held(nodes[0]) == {shard(0), shard(1)}
 

@@ -95,7 +95,7 @@ def test_a_certificate_that_is_not_believed_is_a_refusal(tmp_path: Path, trouble
         pool.submit(greet)
         options = {"endpoint_url": f"https://127.0.0.1:{listening.getsockname()[1]}", "verify": verify}
         client = S3Client(ObjectTarget.check_supported("s3://bucket/x", {**KEYS, "client_kwargs": options}))
-        with pytest.raises(StoreDenied, match="AWS_CA_BUNDLE or by client_kwargs="):
+        with pytest.raises(StoreDenied, match="AWS_CA_BUNDLE, or in storage_options as client_kwargs="):
             client.list_keys("")
         if trouble == "no such file":
             socket.create_connection(listening.getsockname()).close()  # it had not even asked

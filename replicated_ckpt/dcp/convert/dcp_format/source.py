@@ -159,10 +159,10 @@ class DirectoryFetcher:
 
 _NAME_DIRECTORY = "Name the directory that contains .metadata: the checkpoint's own, not the one above."
 _HINT = "All files of the checkpoint must lie in this directory: gather them from the nodes that wrote them."
-_HINT_SHORT = "It was cut off: copy it again from the node that wrote it."
+_HINT_SHORT = "The file was cut off: copy it again from the node that wrote it."
 _HINT_LARGE = "Convert it on a host with more memory, or leave the item out with --exclude."
 _HINT_READ = (
-    "Let this user read it (`ls -l` shows the owner). If it is too large, convert it on a host with more memory."
+    "Let this user read the file (`ls -l` shows the owner). If memory is short, convert on a host with more of it."
 )
 
 

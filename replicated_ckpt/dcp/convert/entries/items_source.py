@@ -23,9 +23,11 @@ PIECE_BYTES = 4 << 20
 """Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 _END_BYTES = 4096
 """Bytes that are read at each end of a large tensor's container; around the elements there is about 1 KiB."""
-_HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
+_HINT_DAMAGED = "The checkpoint is damaged, or its save never ended: convert another checkpoint."
 _HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
-_HINT_TRANSFORMED = "Load it with the reader that applies the transforms, save it without them, and convert that."
+_HINT_TRANSFORMED = (
+    "Load the checkpoint with the reader that applies the transforms. Save it without them, and convert the new one."
+)
 
 
 @dataclass(frozen=True)
