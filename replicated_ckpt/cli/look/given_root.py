@@ -84,7 +84,7 @@ def _check_is_open(root: Path, names: list[str]) -> None:
 
 
 def check_is_no_file(root: str | Path) -> None:
-    """Raises CheckpointNotFound: what is named as the root is a file. StoreError"""
+    """Raises CheckpointNotFound: the root is a file. StoreError"""
     with translate_errors(str(root), "look at", str(root)):
         if is_plain_file(root):
             raise CheckpointNotFound(f"{root} is a file, not a node's store.", _NAME_IT)
@@ -139,7 +139,7 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
 
 
 def _check_no_stores_within(store: LocalStore) -> None:
-    """Checkpoints that lie in stores of their own are of those nodes: counted here they would look like one node's."""
+    """Refuses a directory above other stores: the checkpoints of several nodes would look like one node's."""
     within = find_stores_within(store.root)
     if not within:
         return
@@ -153,7 +153,7 @@ def _check_no_stores_within(store: LocalStore) -> None:
 
 
 def describe_memory_tier(store: LocalStore) -> list[str]:
-    """What this node's memory tier has; no line where no job has used one. Other nodes' tiers are not asked."""
+    """Lines for this node's memory tier, or none if no job has used one. Other nodes' tiers are not asked."""
     try:
         root = find_memory_tier(store)
         if root is None:
@@ -178,8 +178,7 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-agents",
         action="store_true",
-        help="start this node's agent if none runs; it announces its address to its peers and exits after a minute "
-        "without work",
+        help="start this node's agent if none runs",
     )
 
 
@@ -196,7 +195,7 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
 
 
 def start_agent(store: LocalStore) -> AgentAddress:
-    """This node's agent, which is started if none runs, and has told the peers that answer where it is."""
+    """This node's agent, after it has announced its address to the peers that answer. It is started if none runs."""
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     deadline = time.monotonic() + _GREETING_WAIT_S
     with AgentClient(own) as client:
