@@ -47,7 +47,7 @@ def check_root(root: object) -> str:
     """The absolute path of a directory for a store.
 
     Raises:
-        ConfigInvalid: `root` is no path of a directory on this node.
+        ConfigInvalid: `root` is not a path of a directory on this node.
     """
     check_switches()
     text = os.fspath(root) if isinstance(root, os.PathLike) else root
@@ -72,7 +72,7 @@ def check_number(name: str, value: SupportsIndex, least: int = 1, most: int | No
     """The number as an int. numpy's integers and tensors of one integer are accepted, too.
 
     Raises:
-        ConfigInvalid: `value` is no whole number from `least` to `most`.
+        ConfigInvalid: `value` is not a whole number from `least` to `most`.
     """
     try:
         number = index(value)

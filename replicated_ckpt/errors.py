@@ -105,7 +105,7 @@ class CheckpointNotFound(ReplicatedCkptError):
 
 
 class CheckpointNotCommitted(CheckpointNotFound):
-    """Only an unfinished save of this id exists, which is no checkpoint."""
+    """Only an unfinished save of this id exists, which is not a checkpoint."""
 
     default_hint = (
         'Load an earlier checkpoint, or "latest". The next save or load completes or removes the unfinished save.'

@@ -70,7 +70,7 @@ _SHORTAGES = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 
 
 def is_shortage(text: str) -> bool:
-    """Whether an error means that the process could open no file, which is no evidence of missing files."""
+    """Whether an error means that the process could open no file, which is not evidence of missing files."""
     return any(shortage in text for shortage in _SHORTAGES)
 
 

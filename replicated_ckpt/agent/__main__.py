@@ -18,7 +18,7 @@ def main() -> int:
         return run(parser.parse_args())
     except ReplicatedCkptError as exc:
         sys.stderr.write(f"agent: {exc}\n")
-        # Ranks that race to start an agent must see that another one won, which is no failure.
+        # Ranks that race to start an agent must see that another one won, which is not a failure.
         return ALREADY_SERVED if isinstance(exc, AlreadyServed) else UNAVAILABLE
 
 

@@ -230,7 +230,7 @@ def running_agent(store: LocalStore) -> Endpoint | None:
 
 
 def can_hold_agent(store: LocalStore) -> bool:
-    """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it.
+    """Whether an agent can be started for this store: its root is not a read-only file system, and this user may write it.
 
     Raises:
         StoreError: the disk cannot be read.

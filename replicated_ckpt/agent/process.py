@@ -224,7 +224,7 @@ class Agent:
         )
 
     def _leave(self, server: AgentServer) -> None:
-        """Finishes the open saves, says goodbye to the peers, and then refuses new connections.
+        """Finishes the open saves, announces its exit to the peers, and then refuses new connections.
 
         Until the goodbye is sent the agent answers: peers bring copies, and call back to check that it leaves.
         """

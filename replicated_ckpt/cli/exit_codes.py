@@ -62,7 +62,7 @@ def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what was half written is removed."""
+    """SIGTERM ends the block as Ctrl-C does, so that incomplete output is removed."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

@@ -37,7 +37,7 @@ _RERUN = "Hint: Redirect it elsewhere and run the command again. Completed steps
 
 
 def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
-    """Knows the wanted verbs, and imports what these need."""
+    """The parser with the wanted verbs. It imports only their modules."""
     codes = "\n".join(f"  {code.value:3}  {meaning}" for code, meaning in MEANING.items())
     top = argparse.ArgumentParser(
         prog="replicated-ckpt",
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - top of the process
-        # `| head` closes the pipe: that is no defect of this package.
+        # `| head` closes the pipe: that is not a defect of this package.
         if isinstance(exc, OSError) and not (_write(sys.stdout, "\n") and _write(sys.stderr, "\n")):
             if not isinstance(exc, BrokenPipeError):
                 _write(sys.stderr, f"replicated-ckpt: standard output cannot be written: {exc.strerror}. {_RERUN}\n")

@@ -52,7 +52,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Holding":
-        """Raises ValueError, KeyError, TypeError: the fields are no holding; the caller names the peer that sent them."""
+        """Raises ValueError, KeyError, TypeError: the fields are invalid. The caller adds the name of the peer."""
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         holding = cls(
             one_line(fields["node_id"]),

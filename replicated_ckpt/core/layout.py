@@ -73,7 +73,7 @@ def replaced_name(save_id: str) -> str:
 
 
 def gone_name(save_id: str) -> str:
-    """Name of the manifest of a version whose removal has begun: it is no checkpoint any more."""
+    """Name of the manifest of a version whose removal has begun: it is not a checkpoint any more."""
     return f".gone.{save_id}.json"
 
 
@@ -139,7 +139,7 @@ def _is_reserved(text: str) -> bool:
 
 
 def check_checkpoint_id(text: str) -> str:
-    """Returns `text`. Raises ConfigInvalid if it is no checkpoint id."""
+    """Returns `text`. Raises ConfigInvalid if it is not a checkpoint id."""
     if not is_checkpoint_id(text):
         raise ConfigInvalid(f"{text[:200]!r} is not a valid checkpoint id.")
     return text
@@ -158,7 +158,7 @@ def _is_plain_part(part: str) -> bool:
 
 
 def _describe_refusal(text: str) -> str:
-    """The reason why `text` is no checkpoint id, for an error text."""
+    """The reason why `text` is not a checkpoint id, for an error text."""
     if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or _is_reserved(text):
         taken = "the name is reserved" if _is_reserved(text) else f"it has more than {_ID_BYTES_MAX} bytes"
         return taken if text.isprintable() else "it contains a control character"

@@ -117,7 +117,7 @@ def moment(value: object) -> float:
     """A validated time stamp of another machine.
 
     Raises:
-        TypeError, ValueError: `value` is no number, or no possible time since 1970.
+        TypeError, ValueError: `value` is not a number, or no possible time since 1970.
     """
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {type(value).__name__}")

@@ -23,7 +23,7 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
     """Notes in a manifest's form. Metrics are numbers or tensors of one element. Infinite ones and NaN become NaN.
 
     Raises:
-        ConfigInvalid: a metric is no number, the metadata is no JSON, or both together are more than NOTES_BYTES_MAX.
+        ConfigInvalid: a metric is not a number, the metadata is not JSON, or both together are more than NOTES_BYTES_MAX.
     """
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}

@@ -39,7 +39,7 @@ def part_of_entry(fqn: str) -> Part:
 
 
 def part_of_shard(name: str) -> Part:
-    """The part of a shard file, by its name. ValueError: it is no shard's name."""
+    """The part of a shard file, by its name. ValueError: it is not a name of a shard."""
     shard = ShardName.parse(name)
     if shard is None:
         raise ValueError(f"{name!r} is not the name of a shard")

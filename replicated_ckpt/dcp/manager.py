@@ -36,7 +36,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClo
 
 
 class SaveCallback:
-    """Calls `on_save`. In the thread of an asynchronous save the callback must not wait for that save: a deadlock."""
+    """Calls `on_save`. During an asynchronous save, a callback that waited for that save would never end."""
 
     def __init__(self, on_save: Callable[[SaveReport], object] | None) -> None:
         check_callable("on_save", on_save)
@@ -71,12 +71,12 @@ _DISK_EVERY = 10
 
 
 class CheckpointManager:
-    """Saves a job's state under `step-<step>` and restores it; every answer is the same on every rank.
+    """Saves a job's state under `step-<step>`, and restores it. Each method returns the same on every rank.
 
-    All ranks make one, after `init_process_group` if there is a process group, and call the same methods in the same
-    order. One asynchronous save is in flight at a time: whatever saves, restores, looks or closes waits for it first, and
-    raises what it raised. Saves and loads run over a gloo group of their own, so that one in the background
-    does not meet the training's collectives. It works without a process group, too.
+    Make one on every rank, after `init_process_group`, and call the same methods in the same order. Without a process
+    group it works on one process. One asynchronous save is in flight at a time: the next call that saves, restores, lists
+    or closes waits for it, and raises its error. Saves and loads have a gloo group of their own, so a save in the
+    background does not mix with the collectives of the training.
 
         with CheckpointManager("/nvme/ckpt", every=100, retention=Retention(keep_last=3)) as manager:
             step = manager.restore(state) or 0
@@ -86,29 +86,30 @@ class CheckpointManager:
                     manager.async_save(step, state, metrics={"loss": loss})
 
     Args:
-        root: this node's store. It should be this job's own: `restore` takes the newest `step-<step>` in it.
+        root: this node's store. Give each job its own: `restore` takes the newest `step-<step>` in it.
         every: `should_save` is true at each multiple of it.
-        retention: which checkpoints the nodes keep, Retention(keep_last=3) say. None: all of them.
-        copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
-        ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`.
-        domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
+        retention: which checkpoints the nodes keep, such as Retention(keep_last=3). None: all of them.
+        copies: copies of every shard, the local one included. With fewer nodes there are as many copies as nodes.
+        ack: the level, as of ReplicatedWriter, that a checkpoint has when `save` returns, or `wait` after `async_save`.
+        domain: failure domain of this node (rack, switch, zone). Copies go to other domains where possible.
             None: REPLICATED_CKPT_DOMAIN, else its host.
-        object_store: a bucket where the checkpoints go as well, and `storage_options` to reach it.
-        object_every: only every n-th checkpoint goes there; with a memory tier, of those that go to the disk.
-        memory: a second store in memory, to which every checkpoint goes, with its copies: True, in /dev/shm, or a directory
-            in a tmpfs. It keeps two. Each node there needs room for three, own shards and copies, or saves are refused.
-        disk_every: with a memory tier every so many-th save goes to the disk at `root`, too, and each after a signal.
-        preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
+        object_store: a bucket to which the checkpoints are uploaded. `storage_options` has the access to it.
+        object_every: upload only every n-th checkpoint. With a memory tier, only saves to the disk count.
+        memory: a second store in memory, for every checkpoint and its copies: True (in /dev/shm), or a directory in a
+            tmpfs. It keeps two checkpoints. If a node lacks the memory for three, the save raises MemoryTierShort.
+        disk_every: with a memory tier, every n-th save also goes to the disk at `root`, and so does each after a signal.
+        preempt_on: names of signals. After any rank gets one, `should_save` is true once more, and `preempted` stays true.
         trust_pickles, expect_partial: as of ReplicatedReader.
-        on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread,
-            where a call of this manager would wait for itself, and raises ConfigInvalid.
-        writer_options: whatever else ReplicatedWriter takes: on_degraded, object_retention, direct_io, ...
-            {"overwrite": False} refuses a step that was saved before, which is replaced otherwise.
+        on_save, on_load: called on every rank with its SaveReport or LoadReport. After `async_save`, `on_save` runs in the
+            thread of that save. If it calls this manager there, that raises ConfigInvalid.
+        writer_options: other arguments of ReplicatedWriter: on_degraded, object_retention, direct_io, ...
+            {"overwrite": False} refuses a step that was saved before. Otherwise the step is replaced.
 
-    It belongs to one thread. `close` gives its process groups to the next manager; they end with the default one.
+    Not thread-safe. After `close` its process groups serve the next manager, until the default group is destroyed.
 
     Raises:
-        ConfigInvalid: an argument cannot work. ManagerClosed: by every method that saves, looks or loads, after `close`.
+        ConfigInvalid: an argument is invalid. ManagerClosed: raised after `close` by every method that saves, loads or
+            lists.
     """
 
     def __init__(  # noqa: PLR0913 - what a job decides once, each by its name
@@ -176,7 +177,7 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether the last `should_save` found a signal on any rank: save, leave the loop, close."""
+        """Whether `should_save` has found a signal on any rank. If so, save, leave the loop, and close."""
         return self._preemption.is_agreed
 
     @property
@@ -192,12 +193,12 @@ class CheckpointManager:
     # Saving ------------------------------------------------------------------------------------------------------
 
     def should_save(self, step: SupportsIndex) -> bool:
-        """Whether to save after this step. To be asked once at the end of each step, by all ranks: they agree here.
+        """Whether to save after this step: at each multiple of `every`, and once after any rank got a signal.
 
-        True at each multiple of `every`, and once after a signal of `preempt_on` at any rank.
+        Call it on all ranks, once at the end of each step: the ranks exchange signals in this call.
 
         Raises:
-            ConfigInvalid: the step is no whole number from 0.
+            ConfigInvalid: the step is not a whole number from 0.
         """
         self._check_open("should_save")
         # `agree` first: it is a collective, which all ranks must call at every step.
@@ -215,13 +216,14 @@ class CheckpointManager:
     ) -> None:
         """Saves, and returns when the checkpoint is committed.
 
-        `metrics` (numbers by name) and `metadata` (JSON values), 64 KiB together, lie with the checkpoint on every
-        node and in the bucket; `notes` reads them. Those of rank 0 count.
+        `metrics` (numbers by name) and `metadata` (JSON values) may have 64 KiB together. Rank 0's are stored with the
+        checkpoint, and `notes` returns them.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: this save failed, or the asynchronous one before it, upon which
-                nothing was saved now. The checkpoints before stand. ConfigInvalid: the step is no whole number from 0,
-                or the notes cannot be kept (of several ranks, in a CheckpointException); nothing was saved.
+            CheckpointException, ReplicatedCkptError: this save failed. Or the asynchronous save before it failed, and
+                nothing was saved now. Earlier checkpoints are unchanged.
+            ConfigInvalid: the step is not a whole number from 0, or metrics or metadata cannot be stored. Nothing was
+                saved. With several ranks, a CheckpointException contains the second error.
         """
         checkpoint_id, notes = self._prepare("save", step, metrics, metadata)
         self._checkpoints.save(checkpoint_id, state, notes)
@@ -234,12 +236,12 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copies the state and returns; the rest is done in the background. Waits for the one before first.
+        """Waits for the previous asynchronous save, copies the state, and returns. The copy is saved in the background.
 
-        Arguments as of `save`. What fails in the background is raised by the next call of this manager.
+        Arguments as of `save`. The next call of this manager raises an error of the save in the background.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: the asynchronous save before it failed; nothing was saved now.
+            CheckpointException, ReplicatedCkptError: the previous asynchronous save failed, and nothing was saved now.
             ConfigInvalid: as `save`.
         """
         checkpoint_id, notes = self._prepare("async_save", step, metrics, metadata)
@@ -247,7 +249,7 @@ class CheckpointManager:
         self._saved_by = os.getpid()
 
     def hold_until_copied(self) -> None:
-        """With writer_options={"overlap": True}: work queued on GPUs' current streams from here on may change the state."""
+        """With writer_options={"overlap": True}: call it before work on the GPUs' current streams changes the state."""
         self._checkpoints.writer.hold_until_copied()
 
     def _prepare(
@@ -262,13 +264,12 @@ class CheckpointManager:
         return checkpoint_id, notes
 
     def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
-        """From the next save on retention keeps the checkpoint with the smallest (or largest) `metric`, however old.
+        """From the next save on, retention also keeps the checkpoint with the smallest (or largest) `metric`.
 
-        The same as Retention(..., keep_best=metric, best_is=best_is). A checkpoint without that metric, or where it
-        is infinite or NaN, is never the best; of equals the newest is.
+        The same as Retention(..., keep_best=metric, best_is=best_is).
 
         Raises:
-            ConfigInvalid: there is no retention, so everything is kept; or an argument cannot work.
+            ConfigInvalid: the manager has no retention, so every checkpoint is kept. Or an argument is invalid.
         """
         self._check_open("keep_best")
         used = self._checkpoints.writer.config
@@ -284,14 +285,15 @@ class CheckpointManager:
     def restore(
         self, state: dict[str, Any], step: SupportsIndex | None = None, *, planner: LoadPlanner | None = None
     ) -> int | None:
-        """Loads a checkpoint into `state`, as `dcp.load` does; returns its step. None: there is no `step-<step>` at all.
+        """Loads a checkpoint into `state`, as `dcp.load` does. Returns its step, or None if there is no `step-<step>`.
 
-        `step` None: the newest whole one. Tensors are filled in place; other values are replaced in `state`.
+        `step` None: the newest complete one. Tensors are filled in place. Other values are replaced in `state`.
 
         Raises:
-            CheckpointNotFound: that step was not saved, or is kept no longer. ShardLost: there are checkpoints, and none
-                is whole, or that one is not. StoreUnavailable: nothing was found, but not all answered.
-            CheckpointException, ReplicatedCkptError: it could not be loaded, or an asynchronous save failed.
+            CheckpointNotFound: that step was not saved, or was removed.
+            ShardLost: that step is not complete. Without `step`: there are checkpoints, but none is complete.
+            StoreUnavailable: no checkpoint was found, and a node or the bucket did not answer.
+            CheckpointException, ReplicatedCkptError: the load failed, or an asynchronous save before it.
         """
         self._check_open("restore")
         checkpoint_id = None if step is None else id_of(step)
@@ -302,11 +304,11 @@ class CheckpointManager:
         return None if loaded is None else step_of(loaded)
 
     def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
-        """`restore` of the newest whole checkpoint, under the name that it had first."""
+        """The former name of `restore` without a step."""
         return self.restore(state, planner=planner)
 
     def latest_step(self) -> int | None:
-        """The step that `restore` would load now; None: there is no `step-<step>` at all.
+        """The step that `restore` would load now, or None if there is no `step-<step>`.
 
         Raises:
             ShardLost, StoreUnavailable: as `restore`.
@@ -317,10 +319,11 @@ class CheckpointManager:
         return None if found is None else step_of(found)
 
     def all_steps(self) -> tuple[int, ...]:
-        """The steps that can be restored from the nodes that answer and the bucket, smallest first; other ids do not count.
+        """The steps that can be restored from the bucket and the nodes that answer, smallest first.
 
         Raises:
-            ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
+            ShardLost: there are checkpoints, but none is complete.
+            StoreUnavailable: no checkpoint was found, and a node or the bucket did not answer.
         """
         self._check_open("all_steps")
         return tuple(sorted(self._list_steps()))
@@ -341,10 +344,10 @@ class CheckpointManager:
         return notes_of(step, found)
 
     def best_step(self, metric: str, *, best_is: BestIs = "min") -> int | None:
-        """The step with the smallest (or largest) `metric` among those that can be restored; None: none has it.
+        """The step with the smallest (or largest) `metric` among those that can be restored, or None if none has it.
 
         Raises:
-            ShardLost, StoreUnavailable: as `all_steps`. ConfigInvalid: an argument cannot work.
+            ShardLost, StoreUnavailable: as `all_steps`. ConfigInvalid: an argument is invalid.
         """
         self._check_open("best_step")
         policy = Retention(keep_last=1, keep_best=metric, best_is=best_is)
@@ -354,14 +357,15 @@ class CheckpointManager:
         return None if best is None else find_step(best.checkpoint_id)
 
     def delete(self, step: SupportsIndex) -> bool:
-        """Removes a step from every node of this job and from the bucket; False: there is none. May be called again.
+        """Removes a step from every node of this job and from the bucket. Returns False if there is none.
 
-        It is not brought back by re-protection, and may be saved again. A node that took part in saving it and has no
-        rank in this job keeps its copy, until `replicated-ckpt rm` is run there. What another job reads goes afterwards.
+        Re-protection does not restore the step, and it may be saved again. A node that has it and no rank of this job keeps
+        its copy until you run `replicated-ckpt rm` there. If another job reads the step, it is removed afterwards.
 
         Raises:
-            StoreUnavailable: no save of it was found, but not all answered, or stock torch wrote it. AgentUnavailable,
-                StoreError: it is still on a node or in the bucket; the others have removed it.
+            StoreUnavailable: no save of the step was found, and not all nodes answered. Or stock torch wrote it.
+            AgentUnavailable, StoreError: the step is still on a node or in the bucket. The others have removed it. Call
+                `delete` again.
         """
         self._check_open("delete")
         checkpoint_id = id_of(step)
@@ -378,10 +382,11 @@ class CheckpointManager:
     # The end -----------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
-        """Waits until all that was saved is committed, in the object store too; returns the ids that went there.
+        """Waits until all saves are committed, in the bucket, too. Returns the ids that were uploaded.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: the last asynchronous save failed; each call raises it until the next.
+            CheckpointException, ReplicatedCkptError: the last asynchronous save failed. Each call raises that, until the
+                next save.
             UploadFailed: as of ReplicatedWriter.
         """
         self._check_open("wait")
@@ -389,13 +394,13 @@ class CheckpointManager:
         return self._checkpoints.wait(timeout_s)
 
     def close(self) -> None:
-        """Waits for the save in flight, and restores signal handlers. Uploads go on in the agents; `wait` waits for them.
+        """Waits for the asynchronous save in flight, and restores signal handlers. Agents continue uploads: see `wait`.
 
-        To be called once at the end, or by `with`; calling it again changes nothing.
+        The end of a `with` block calls it. A second call changes nothing.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: the asynchronous save failed. ConfigInvalid: process groups were
-                destroyed while it was under way, and it is lost.
+            CheckpointException, ReplicatedCkptError: the asynchronous save failed.
+            ConfigInvalid: the process groups were destroyed before that save had ended, and it is lost.
         """
         self._check_caller("close")
         # First: it refuses in another thread than the main one, and then nothing is closed.

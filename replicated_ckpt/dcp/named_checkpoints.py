@@ -82,7 +82,7 @@ class NamedCheckpoints:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the program has destroyed the process groups of this object: its ranks cannot meet any more."""
+        """Whether the program has destroyed the process groups of this object: its ranks can no longer communicate."""
         return self._lent is not None and self._lent.is_gone
 
     @contextlib.contextmanager

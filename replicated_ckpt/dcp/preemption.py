@@ -49,7 +49,7 @@ class Preemption:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         """Only sets a flag: batch systems send the same signal twice, and an earlier handler still gets it.
 
-        In a child that was forked meanwhile, and has no step to agree at, the signal means what it meant before.
+        In a child that was forked meanwhile, and has no step to agree at, the signal has its earlier effect.
         """
         previous = self._previous.get(number)
         # A data loader's worker, say: it must end as it would without a manager.
@@ -66,7 +66,7 @@ class Preemption:
     def agree(self) -> bool:
         """Whether any rank got a signal before this call: the same answer on all ranks, and all of them must call.
 
-        Once true it stays so, and nothing is communicated any more.
+        Once true it stays true, and no rank communicates for it again.
         """
         if self._previous and not self.is_agreed:
             self._flag.fill_(int(self._is_signalled))

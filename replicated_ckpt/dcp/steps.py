@@ -21,7 +21,7 @@ def check_step(step: SupportsIndex) -> int:
     """The step as an int: numpy's integers and tensors of one integer are steps, too.
 
     Raises:
-        ConfigInvalid: it is no whole number from 0.
+        ConfigInvalid: it is not a whole number from 0.
     """
     return check_number("step", step, least=0)
 

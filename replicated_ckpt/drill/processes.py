@@ -85,7 +85,7 @@ def stop(prefix: str, limit_s: float) -> bool:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Signal one process; one that has left already is no error."""
+    """Signal one process; one that has left already is not an error."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -62,7 +62,7 @@ class _Piece:
 
 
 class _SinkThread(threading.Thread):
-    """Owns one sink. Goes on taking pieces after an error, so that the other sinks never wait for a dead one."""
+    """Owns one sink. After an error it still accepts pieces, so that the other sinks never wait for it."""
 
     def __init__(self, sink: Sink, tee: "Tee") -> None:
         super().__init__(name=f"rckpt-sink-{sink.label}", daemon=True)

@@ -38,7 +38,7 @@ def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> thr
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts the thread. If the interpreter is exiting, that is logged too: nobody may read the error of that save.
+    """Starts the thread. If the interpreter is exiting, that is also logged: the program may never read the error.
 
     Raises:
         StoreUnavailable: the system has no thread; nothing was begun.

@@ -151,7 +151,7 @@ class ObjectClientContract:
             raw[key]
 
     def test_what_is_deleted_is_gone_and_nothing_else(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Several keys at once. A missing one is no error, and does not stop the others."""
+        """Several keys at once. A missing one is not an error, and does not stop the others."""
         for key in ("a/one", "a/one-more", "a/two"):
             raw[key] = b"x"
         client.delete(["a/one", "a/none", "a/two"])

@@ -353,7 +353,7 @@ def test_a_tensor_of_another_layout_is_refused(tmp_path: Path, format_: Any) -> 
     }
     for name, tensor in kinds.items():
         saved = tmp_path / "root", checkpoint(tmp_path / "root", {name: tensor, "plain": torch.ones(2)}, name)
-        with pytest.raises(ConfigInvalid, match=f"'{name}' is no plain tensor .{name}|torch.{name}") as raised:
+        with pytest.raises(ConfigInvalid, match=f"'{name}' is not a plain tensor .{name}|torch.{name}") as raised:
             export_checkpoint(name, tmp_path / "out", format=format_, root=saved[0])
         assert "--exclude" in raised.value.hint
         assert entries(tmp_path) == ["root"]

@@ -109,7 +109,7 @@ class Greeter:
         self._register(endpoint)
 
     def _register(self, endpoint: Endpoint) -> None:
-        """Every peer has yet to hear this endpoint."""
+        """Marks all peers as not greeted yet at this endpoint."""
         with self._lock:
             # No host: this node may not know its own name outside, and the peer sees where the greeting comes from.
             self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}

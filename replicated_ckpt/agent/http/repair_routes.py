@@ -184,7 +184,7 @@ class RepairRoutes:
         """
         checkpoint_id = fields.get("checkpoint_id")
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
-            raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
+            raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is not a checkpoint id.")
         inspector = Inspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request):
             note = self._service.damage.begin_reading()

@@ -116,7 +116,7 @@ def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> 
 
 
 def require_asker(connection: socket.socket) -> None:
-    """Checks that the client still waits: after a hang an agent finds requests whose clients have given up.
+    """Checks that the client still waits: after a hang, an agent has requests whose clients have disconnected.
 
     Raises:
         ConnectionAbortedError: the other end has closed the connection, or its own direction, whatever it has sent before.
@@ -175,7 +175,7 @@ def file_answer(request: Request, fd: int) -> FileAnswer:
     """The file, or the range of it that the request names. The answer owns `fd`; on failure it is closed.
 
     Raises:
-        ObjectCorrupt: the file ends before the range. PeerProtocolError: it is no range.
+        ObjectCorrupt: the file ends before the range. PeerProtocolError: it is not a range.
     """
     try:
         size = os.fstat(fd).st_size

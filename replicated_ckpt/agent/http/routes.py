@@ -273,7 +273,7 @@ class Routes:
             )
         # It comes from a peer: an id such as "../x" would name a directory outside of the root.
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
-            raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
+            raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is not a checkpoint id.")
         if request.connection is not None:  # else its rank may be at a later save by now, which this one would abort
             require_asker(request.connection)
         histories, stale_saves = self._service.open_save(intent)

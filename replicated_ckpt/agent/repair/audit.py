@@ -48,7 +48,7 @@ class NodeReading:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], address: AgentAddress) -> "NodeReading":
-        """Raises PeerProtocolError: it is no such answer."""
+        """Raises PeerProtocolError: the answer is invalid."""
         held = parse_node_holdings(fields, address)
         with parsing(f"{address.label} sent an invalid answer to verify", ConfigInvalid):
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])

@@ -62,7 +62,7 @@ class Mender:
         """Does one action of a plan.
 
         Raises:
-            ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
+            ReplicatedCkptError: it failed, and no file has changed. Stopped: the agent is leaving.
         """
         with translate_errors(str(self._store.root), "mend", action.checkpoint_id):
             match action:
@@ -79,7 +79,7 @@ class Mender:
         """Reads a suspect file, records the result, and returns the finding, if any. Changes no file.
 
         Raises:
-            ObjectMissing: the checkpoint is not here any more, or is of another save. StoreError. Stopped
+            ObjectMissing: the checkpoint was removed, or is of another save now. StoreError. Stopped
         """
         with open_committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
             return self._examine(directory, manifest, name)
@@ -311,10 +311,10 @@ class Mender:
         """The addresses of the sources of an action that this node has met.
 
         Raises:
-            StoreUnavailable: it has met none of them, and is no source itself; another node has made this plan.
+            StoreUnavailable: it has met none of them, and is not a source itself; another node has made this plan.
         """
         known = self._addresses(nodes)
-        # Another node's plan may name nodes that this one never met: that is no damage here.
+        # Another node's plan may name nodes that this one never met: that is not damage here.
         if nodes and not known and self._service.node_id not in nodes:
             raise StoreUnavailable(
                 f"the address book of node {self._service.node_id}",

@@ -445,7 +445,7 @@ class Reprotector:
         return ""
 
     def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
-        """Does a part of a plan; returns how many actions were done, and what failed.
+        """Carries out a part of a plan. Returns the number of actions done, and the errors of failed ones.
 
         After a long time it stops, and the rest is planned again: the copies of a newer save come first.
         """

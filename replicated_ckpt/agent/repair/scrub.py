@@ -24,7 +24,7 @@ OnBad = Callable[[Finding], None]
 
 @dataclass(frozen=True)
 class Scrubbed:
-    """What the scrub has done since this agent started."""
+    """The progress of the scrub since this agent started."""
 
     passes: int = 0
     bytes_read: int = 0
@@ -33,7 +33,7 @@ class Scrubbed:
 
 
 class Scrubber:
-    """One thread. It rests while a save is staged here, and goes on after a restart where it was.
+    """One thread. It pauses while a save is staged here. After a restart it continues at the same place.
 
     `on_bad` is called for each file whose checksum fails; re-protection finds missing files. `damage` records the result
     for each checkpoint, and the progress of the pass.

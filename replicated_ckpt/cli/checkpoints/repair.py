@@ -1,4 +1,4 @@
-"""`replicated-ckpt repair`: has every node read everything, plans what mends it, prints the plan, then carries it out."""
+"""`replicated-ckpt repair`: has every node read everything, prints a plan of repairs, and carries it out."""
 
 import argparse
 import json
@@ -39,10 +39,10 @@ def list_known_nodes(store: LocalStore) -> set[str]:
 
 
 def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:
-    """The id of each node that is named by its id, its host, or both. A slip of the hand would else give a node up.
+    """The id of each node that is named by its id, its host, or both. A misspelled name must not count a node as lost.
 
     Raises:
-        ConfigInvalid: none or several are, of the nodes that are known here and those that a manifest names.
+        ConfigInvalid: of the nodes that are known here or named in a manifest, none or several have that name.
     """
     known = list_known_nodes(store)
     # All are ids that are known: no node has to be asked, which costs a time-out for the lost ones.
@@ -65,7 +65,7 @@ def _find(named: str, seen: NodesSeen, known: set[str]) -> str:
 
 
 ROUNDS_MAX = 4
-"""A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""
+"""A restored manifest can show damaged files, so a second round may have work. A third one finds nothing."""
 _OF_STOCK = (
     "stock torch wrote it, without checksums. Load it and save it under a new id: the new save has checksums and copies"
 )
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest."""
+    """Exit code: OK if the whole plan was carried out and no shard is lost. See ExitCode for the others."""
     store = open_store(arguments.root)
     arguments.id = arguments.id and find_id(store, arguments.id)
     arguments.lost = find_lost(store, arguments.lost)
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list_stock(store: LocalStore, audit: Audit, arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The checkpoints of stock torch that were asked for, newest first: they have no checksums, and nothing is planned."""
+    """The requested checkpoints of stock torch, newest first. They have no checksums, so no action is planned for them."""
     # Each of them would cost one more time-out.
     not_asked = {*arguments.lost, *audit.silent_nodes}
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in not_asked]
@@ -131,7 +131,7 @@ def _list_stock(store: LocalStore, audit: Audit, arguments: argparse.Namespace) 
 
 @dataclass
 class _Done:
-    """What was carried out, what failed and why, and what is short after that."""
+    """The actions done, the errors of failed ones, and the shards that still have too few copies."""
 
     actions: list[object] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
@@ -147,7 +147,7 @@ def _exit_code(audit: Audit, done: _Done, *, has_in_doubt: bool) -> ExitCode:
 
 
 def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[str], done: _Done) -> None:
-    """Does a plan, reads again what it was about, and does what that shows, until `verify` would find nothing to do."""
+    """Carries out a plan, reads the affected files again, and repeats this until `verify` would find nothing to do."""
     for _ in range(ROUNDS_MAX):
         if not plan.actions:
             return
@@ -174,7 +174,7 @@ def _join_plans(plans: Sequence[RepairPlan]) -> RepairPlan:
 
 
 def _own_address(store: LocalStore) -> dict[str, AgentAddress]:
-    """This node's agent, which is started if it does not run, and has told the others where it is."""
+    """This node's agent, after it has announced its address to the other nodes. It is started if it does not run."""
     own = start_agent(store)
     return {own.node_id: own}
 
@@ -182,7 +182,7 @@ def _own_address(store: LocalStore) -> dict[str, AgentAddress]:
 def carry_out(
     plan: RepairPlan, address_by_node: Mapping[str, AgentAddress], label: Callable[[str], str]
 ) -> dict[str, str]:
-    """Has each node's agent do its part, all at once; returns what failed: the action, or the node's label, and why."""
+    """Has all agents do their parts at the same time. Returns errors by failed action or node label."""
 
     def told(node: str) -> dict[str, str]:
         with AgentClient(address_by_node[node]) as client:
@@ -195,7 +195,7 @@ def carry_out(
 
 
 def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
-    """What a node could not do of a plan, and why, in its own words.
+    """The errors of a node's part of a plan, by action.
 
     Raises:
         PeerProtocolError: it answered something else.
@@ -206,14 +206,14 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
 
 
 def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None:
-    """Raises CheckpointNotFound: nothing of it was seen, nor a save of this id that is in doubt."""
+    """Raises CheckpointNotFound: no file of it was seen, and no save of this id is in doubt."""
     staged = (save.checkpoint_id for save in list_staged_saves(store))
     if checkpoint_id not in {*audit.checkpoint_ids, *staged}:
         raise describe_absent(store, look_at_nodes(store), checkpoint_id)
 
 
 def _print_in_doubt(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
-    """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
+    """Prints the saves in doubt on this node, what they wait for, and what `--lost` would lose."""
     saves = list_staged_saves(store)
     where, seen = label_nodes(store, saves), see_audit(store, audit)
     for save in saves:
@@ -231,7 +231,7 @@ def _print_in_doubt(store: LocalStore, audit: Audit, lost: Sequence[str]) -> Non
 
 
 def _abort_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
-    """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
+    """Has this node's agent settle saves that are in doubt only because of lost nodes. Returns those still in doubt."""
     saves = list_staged_saves(store) if lost else []
     # Nothing is in doubt: no agent has to be started for it.
     if not saves:

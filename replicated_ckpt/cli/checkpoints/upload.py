@@ -1,4 +1,4 @@
-"""`replicated-ckpt upload ID`: brings one checkpoint to the object store by hand, or waits for one that is on its way."""
+"""`replicated-ckpt upload ID`: uploads one checkpoint to the object store, or waits for its upload."""
 
 import argparse
 import sys
@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the checkpoint is committed in the bucket, or the order was given; see ExitCode for the rest.
+    """Exit code: OK if the checkpoint is committed in the bucket, or with `--no-wait` ordered. See ExitCode for the others.
 
-    Credentials come from the environment or a profile, as for s3fs. Every node's agent that is reached gets the order,
-    and brings its own shards.
+    Credentials come from the environment or a profile, as for s3fs. Every agent that is reached gets the order, and
+    uploads its own shards.
     """
     store = open_store(arguments.root)
     arguments.id = find_id(store, arguments.id)
@@ -111,7 +111,7 @@ def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
 
 
 def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
-    """A save that did not know of the bucket has no prefix of its own there: it must not meet another save's shards."""
+    """Refuses a name that another save has in the bucket, if this save has no prefix of its own: keys would collide."""
     if manifest.upload is not None and manifest.upload.has_own_prefix:
         return
     there = _save_in(manifest, target)
@@ -130,9 +130,9 @@ def _save_in(manifest: Manifest, target: ObjectTarget) -> BucketSave | None:
 def _order(
     store: LocalStore, manifest: Manifest, target: ObjectTarget, *, is_new: bool
 ) -> tuple[set[str], Mapping[AgentAddress, ReplicatedCkptError]]:
-    """Gives the order to every agent; this node's must take it. Returns the nodes that have it, and why others have not.
+    """Orders the upload from every agent. Returns the nodes that accepted it, and the errors of the others.
 
-    `is_new`: this node's agent is told of the bucket. To other nodes no peer may name one.
+    This node's agent must accept. `is_new`: first name the bucket to that agent. No peer may name one to other nodes.
     """
     own = ensure_agent(store).local_address()
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id != own.node_id]
@@ -157,7 +157,7 @@ def _find_stuck(
     ordered: Collection[str],
     refused: Mapping[AgentAddress, ReplicatedCkptError],
 ) -> str:
-    """What is not in the bucket and on no node with the order, in words with the next step; "" if all can get there."""
+    """Describes shards that neither the bucket nor a node with the order has, with the next step. "": there are none."""
     seen = look_at_nodes(store)
     holders = {name: _find_holders(manifest, name, seen) for name in manifest.shards}
     stuck = {name for name, nodes in holders.items() if nodes.isdisjoint(ordered)}
@@ -179,7 +179,7 @@ def _find_stuck(
 
 
 def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
-    """The nodes that have an intact copy, and those that did not answer and were meant to have one."""
+    """The nodes that have an intact copy, and the intended holders that did not answer."""
     entry = manifest.shards[name]
     here = {
         holding.node_id
@@ -215,7 +215,7 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
 
 
 def _describe_progress(state: UploadState, manifest: Manifest) -> str:
-    """How many shards are there, and the nodes that were to bring the others."""
+    """The number of uploaded shards, and the nodes that should upload the others."""
     labels = {node.node_id: f"{node.host} (node {node.node_id})" for node in manifest.nodes}
     owners = [(name, manifest.shards[name].owner_node) for name in state.missing if name in manifest.shards]
     waits = [one_line(f"{name} of {labels.get(node, node)}") for name, node in owners]

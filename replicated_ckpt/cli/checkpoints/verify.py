@@ -45,16 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_start_argument(parser)
     parser.add_argument(
-        "--progress", action="store_true", help="print progress to standard error even if it is no terminal"
+        "--progress", action="store_true", help="print progress to standard error even if it is not a terminal"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if every byte is as it was saved and every shard has its copies; see ExitCode for the rest.
+    """Exit code: OK if every byte is as it was saved and every shard has its copies. See ExitCode for the others.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket; what the nodes hold is printed before.
+        CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
     """
     store = open_store_of(arguments)
     arguments.id = arguments.id and find_id(store, arguments.id)
@@ -93,9 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """What was read in the bucket. `unchecked` were written by stock torch, without checksums. `problem`: it is unread.
+    """The findings in the bucket. `unchecked`: checkpoints of stock torch, without checksums. `problem`: why it is unread.
 
-    `newer`: only a newer version reads them. `save_ids`: of all that is committed there.
+    `newer`: checkpoints that only a newer version reads. `save_ids`: of all saves that are committed there.
     """
 
     url: str = ""
@@ -109,7 +109,7 @@ class _InBucket:
 
     @property
     def is_anything(self) -> bool:
-        """Whether what was looked for may be there."""
+        """Whether the requested checkpoint may be there."""
         return bool(self.checkpoint_ids or self.newer or self.problem)
 
     def to_json(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
 
 
 def _list_newest(audit: Audit) -> Mapping[str, str]:
-    """By checkpoint on the nodes, the save that a load from them takes; "" where no manifest is believed."""
+    """By checkpoint on the nodes, the save that a load takes from them, or "" without a valid manifest."""
     holdings = [holding for reading in audit.readings for holding in reading.held.holdings]
     newest: dict[str, str] = dict.fromkeys(audit.checkpoint_ids, "")
     return newest | {save.checkpoint_id: save.save_id for save in reversed(saves_found(holdings))}
@@ -192,7 +192,7 @@ def as_json(audit: Audit) -> dict[str, Any]:
 
 
 def _print(store: LocalStore, audit: Audit, seconds: float, *, has_others: bool) -> None:
-    """`has_others`: there are checkpoints of stock torch or of newer versions, which are named after this."""
+    """`has_others`: there are checkpoints of stock torch or of newer versions, which are printed after this."""
     seen = see_audit(store, audit)
     for finding in audit.findings:
         print(finding)

@@ -1,4 +1,4 @@
-"""What `export` and `import` have in common: options about keys, and lines about how far it is."""
+"""Common parts of `export` and `import`: options about keys, and lines about how far it is."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ _LINE_EVERY_S = 1.0
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options about which entries are taken, and what they are called."""
+    """Adds the options that select and rename entries."""
     add = parser.add_argument
     add(
         "--include",
@@ -49,7 +49,7 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def key_rules(arguments: argparse.Namespace) -> KeyRules:
-    """The rules that the options say.
+    """The rules from the options.
 
     Raises:
         ConfigInvalid: a renaming without "=".

@@ -1,1 +1,1 @@
-"""What the command line sees of a store and of the nodes that it knows. Changes nothing."""
+"""The view of a store and of the nodes in its address book, for the command line. Changes nothing."""

@@ -1,4 +1,4 @@
-"""Each checkpoint that was seen as one line: when it was saved, how large it is, where its copies are, what it lacks."""
+"""The rows of `ls`: when each checkpoint was saved, its size, the places of its copies, and its missing files."""
 
 import re
 from collections import Counter
@@ -71,18 +71,18 @@ class CheckpointSeen:
 
     @property
     def step(self) -> int | None:
-        """The number at the end of its id, as `step-100` has it."""
+        """The number at the end of its id, such as 100 of `step-100`."""
         found = _STEP.search(self.checkpoint_id)
         return int(found[1]) if found else None
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is to be done about it: every shard has its copies, by files' sizes, or goes with intent."""
+        """Whether it needs no action: every shard has its copies, by the files' sizes, or the save is being removed."""
         return self.state in (WHOLE, IN_BUCKET, REMOVED, RETIRED)
 
     @property
     def is_lost(self) -> bool:
-        """Whether no node can hold some of its files, also of one that goes with intent."""
+        """Whether no node can have some of its files. Also for a save that is being removed."""
         return self.state == LOST or bool(self.missing and not self.not_reached)
 
     @property
@@ -92,14 +92,14 @@ class CheckpointSeen:
 
     @property
     def shares_host(self) -> bool:
-        """Whether the copies of a shard that are needed lie on fewer hosts, or in fewer domains, than there are copies."""
+        """Whether the required copies of some shard are on fewer hosts or domains than their number."""
         return (self.hosts_seen or 0) < min(self.copies_seen or 0, self.copies_wanted or 0)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "step": self.step}
 
     def describe_copies(self, seen: NodesSeen) -> str:
-        """How many copies were seen of those wanted, and whose answer would tell more."""
+        """The column COPIES: copies seen, copies wanted, and the nodes that may have more but did not answer."""
         if self.state in (DAMAGED, UNMANAGED):
             return self.note
         if self.state == IN_BUCKET:
@@ -127,7 +127,7 @@ class CheckpointSeen:
         return f"expired, still on {seen.list_names(self.nodes)}"
 
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
-        """Its line of the table."""
+        """Its row of the table."""
         hosts = sorted(seen.name(node) for node in self.nodes if node != OBJECT_NODE)
         return (
             self.checkpoint_id,
@@ -143,7 +143,7 @@ class CheckpointSeen:
 def list_checkpoints(seen: NodesSeen, there: Sequence[BucketSave] | None = None) -> list[CheckpointSeen]:
     """Every managed checkpoint, newest first, and each directory whose manifest is damaged on all nodes.
 
-    `there`: what is committed in the bucket that was looked at; None: none was.
+    `there`: the committed saves in the bucket. None: no bucket was listed.
     """
     holdings = seen.holdings + [save.holding for save in there or ()]
     found = saves_found(holdings)
@@ -166,7 +166,7 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
         note="no node returned its manifest",
         bucket=_bucket_state(save, manifest, seen, in_bucket),
     )
-    # The bucket is no node: what lies there is no copy that a node's loss leaves.
+    # The bucket is not a node: what lies there is no copy that a node's loss leaves.
     on_nodes = tuple(holding for holding in save.holdings if holding.node_id != OBJECT_NODE)
     if manifest is None or not on_nodes:
         largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
@@ -177,7 +177,7 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
 
 
 def see_with_unclaimed_files(save: SaveFound, manifest: Manifest, seen: NodesSeen) -> SeenSave:
-    """The save as the nodes hold it, with the files of nodes whose manifest of it is damaged or gone."""
+    """The save on the nodes, with the files of nodes whose manifest of it is damaged or missing."""
     of_it = [one for one in seen.unclaimed if one.checkpoint_id == save.checkpoint_id and recognize(one, [manifest])]
     more = [one.holding(manifest) for one in of_it if one.matching(manifest)]
     members = {node for entry in manifest.shards.values() for node in entry.holders}
@@ -242,7 +242,7 @@ def _bucket_state(
 
 
 def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]:
-    """Directories with files of ours of which no node that answered has a manifest that is believed."""
+    """Directories with files of this package for which no node that answered has a valid manifest."""
     by_id: dict[str, list[tuple[str, int]]] = {}
     for one in seen.unclaimed:
         if one.is_ours and one.checkpoint_id not in listed:
@@ -255,7 +255,7 @@ def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]
 def describe_totals(
     rows: Sequence[CheckpointSeen], seen: NodesSeen, bad: Sequence[CheckpointSeen] | None = None
 ) -> str:
-    """The line below the table: what there is in all, and what is not as it should be: of `bad`, or of all."""
+    """The line below the table: the totals, and the problems of the rows in `bad`, else of all rows."""
     size = describe_bytes(sum(row.size_bytes or 0 for row in rows))
     nodes = (
         f"{len(seen.holdings_by_node)} of {plural(len(seen.holdings_by_node) + len(seen.unreached), 'node')} answered"
@@ -271,8 +271,8 @@ def describe_totals(
 
 
 def without_superseded(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
-    """All but older versions of what a newer, whole save of the same run has replaced, which may lack files."""
-    # An older version loses files while it is removed: that is no fault to report.
+    """All rows, without older versions that a newer, complete save of the same run has replaced."""
+    # An older version loses files while it is removed: that is not a fault to report.
     whole: dict[tuple[str, str], int] = {}
     for row in rows:
         if row.state == WHOLE:
@@ -282,7 +282,7 @@ def without_superseded(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
 
 
 def find_needed(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> set[str]:
-    """The nodes that did not answer and may hold what a checkpoint misses; the others' copies are all elsewhere."""
+    """The nodes that did not answer and may have a missing file of a checkpoint."""
     missed = set[str]()
     for row in without_superseded(rows):
         if not row.is_good:
@@ -297,7 +297,7 @@ def advise(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[
 
 
 def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
-    """The next step for each checkpoint that no node which answered can mend, and for the nodes that it misses."""
+    """The next step for each checkpoint that the nodes that answered cannot repair, and for the nodes that it needs."""
     by_id = Counter(row.checkpoint_id for row in rows)
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
     wanted = without_superseded(rows)
@@ -316,7 +316,7 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
 
 
 def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
-    """A peer may have chosen the name, and a shell reads it: so it is quoted."""
+    """Quotes the name for a shell, as a peer may have chosen it."""
     return (
         f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
         f"repair --root {quote(str(root))}`. If no node has it, its data may still load without the manifest: see "
@@ -350,12 +350,12 @@ _NOT_GOOD = {
 
 
 def describe_newer(checkpoint_id: str) -> str:
-    """A checkpoint of which this version sees nothing but the name."""
+    """The line for a checkpoint of a newer format, of which this version reads only the name."""
     return f"{checkpoint_id}: only a newer version of replicated_ckpt reads it; upgrade"
 
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> ReplicatedCkptError:
-    """What to raise for it; `otherwise` is a further next step."""
+    """The error for a checkpoint that was not found. `otherwise` is appended to its hint."""
     # "Not found" would make its user think that it is gone.
     if checkpoint_id in seen.newer:
         return ManifestVersionUnknown(
@@ -377,7 +377,7 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
 
 
 def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None) -> str:
-    """The id that is `asked` for; of "latest" the newest checkpoint that can be loaded, as far as the nodes show.
+    """The id for `asked`. For "latest": the newest checkpoint that can be loaded from the nodes that answered.
 
     Raises:
         LatestAmbiguous: checkpoints lie in several directories. CheckpointNotFound: none was seen.

@@ -37,14 +37,14 @@ _HOST_CHARS_MAX = 255
 
 @dataclass(frozen=True)
 class NodesSeen:
-    """What the nodes hold that answered, and which did not, and why."""
+    """The holdings of the nodes that answered, and the errors of those that did not."""
 
     own_node: str
     holdings_by_node: Mapping[str, NodeHoldings]
     addresses: Mapping[str, AgentAddress]
     unreached: Mapping[str, ReplicatedCkptError]
     manifests: Mapping[str, Manifest]
-    """By save id, of the saves that a node holds that answered."""
+    """By save id, the manifests of the saves on the nodes that answered."""
 
     @property
     def holdings(self) -> list[Holding]:
@@ -62,7 +62,7 @@ class NodesSeen:
     def hosts(self) -> Mapping[str, str]:
         """The host of each node.
 
-        A name in the address book goes before what a manifest says, which any peer can have written; an IP does not.
+        A name in the address book is preferred to one in a manifest, which any peer can have written. An IP is not.
         """
         said = {address.node_id: address.host for address in self.addresses.values()}
         hosts = dict(said)
@@ -73,7 +73,7 @@ class NodesSeen:
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """What people call each node: its host, and its id where several nodes share one."""
+        """The label of each node for output: its host. If several nodes share a host, also the id."""
         # Several nodes on one host, as in a test or a pod, would look like one.
         shared = [host for host in self.hosts.values() if host]
         return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in self.hosts.items()}
@@ -83,31 +83,31 @@ class NodesSeen:
         return find_domains(self.manifests.values())
 
     def domain(self, node: str) -> str:
-        """What the node fails together with: its host, or the domain that its job names."""
+        """The failure domain of the node: the one that its job names, else its host."""
         return self._domains.get(node, (node,))[0]
 
     @property
     def nodes_known(self) -> int:
-        """How many nodes there are to hold copies, those that do not answer included."""
+        """The number of nodes for copies, including nodes that do not answer."""
         return len(self.holdings_by_node) + len(self.unreached)
 
     @property
     def newer(self) -> list[str]:
-        """The checkpoints, on any node that answered, that only a newer version of the package reads."""
+        """The checkpoints on the nodes that answered that only a newer version of the package reads."""
         return sorted({checkpoint_id for held in self.holdings_by_node.values() for checkpoint_id in held.newer})
 
     @cached_property
     def retired(self) -> frozenset[str]:
-        """The saves that the policies of their runs keep no more: each node removes its part when it comes to it."""
+        """The saves that their runs' policies retire. Each node removes its part in its next round."""
         return find_retired(self.manifests, [found.view_of(node) for node, found in self.holdings_by_node.items()])
 
     def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
-        """Under which id a save was made whose directory a user has given another name; None: this one, or unknown."""
+        """The id under which a save was made, if a user has renamed its directory. None: it was not, or that is unknown."""
         manifest = self.manifests.get(save_id)
         return None if manifest is None or manifest.checkpoint_id == checkpoint_id else manifest.checkpoint_id
 
     def removed_on(self, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
-        """The nodes whose user has removed a save there; none has where the directory was renamed or copied by hand."""
+        """The nodes where a user has removed the save. Empty if the directory was renamed or copied by hand."""
         if self.renamed_from(checkpoint_id, save_id) is not None:
             return ()
         return tuple(
@@ -115,7 +115,7 @@ class NodesSeen:
         )
 
     def taken_on(self, checkpoint_id: str, lineage: str) -> frozenset[str]:
-        """The nodes where a save of another run has the name."""
+        """The nodes where a save of another run has this name."""
         return frozenset(
             held.node_id
             for held in self.holdings
@@ -129,7 +129,7 @@ class NodesSeen:
         return ", ".join(sorted(self.name(node) for node in nodes))
 
     def label(self, node: str) -> str:
-        """Its name with its id, by which options name it."""
+        """The label of a node with its id, which options take."""
         name = self.name(node)
         return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
@@ -146,7 +146,7 @@ class NodesSeen:
 
 
 def _is_ip(host: str) -> bool:
-    """Whether it is an address, or none at all, and so nothing that people call a node by."""
+    """Whether it is an IP address or empty, so it cannot serve as a label."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.partition("%")[0])
         return True
@@ -156,7 +156,7 @@ def _is_ip(host: str) -> bool:
 def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     """Asks every node of the address book, all at once. Nothing is started and nothing written.
 
-    `asks_own`: this node's agent is asked, too; one that was silent a moment ago would cost one more time-out.
+    `asks_own`: ask this node's agent, too. If it has just been silent, that would cost another time-out.
 
     Raises:
         StoreError: the node's own store cannot be read.
@@ -180,7 +180,7 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
 
 
 def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
-    """What this node's agent says in `GET /v1/status`; None: none runs.
+    """The answer of this node's agent to `GET /v1/status`. None: no agent runs.
 
     Raises:
         ReplicatedCkptError: it does not answer.
@@ -193,7 +193,7 @@ def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
 
 
 def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
-    """As this node's agent says, which knows what is uploaded; else as the disk and what the last agent noted show it."""
+    """This node's holdings: from its agent, which has the state of uploads, else from the disk and the state files."""
     endpoint = listening_endpoint(store.root_agent_directory())
     # An endpoint of another node is left where a disk was swapped: its agent would answer for that node.
     if asks and endpoint is not None and endpoint.node_id == own:
@@ -236,7 +236,7 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
 
 
 def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int) -> list[str]:
-    """What to do about these nodes, each of which a checkpoint misses, if they never come back."""
+    """The next step if these nodes never come back, each of which may have a missing file of a checkpoint."""
     # `repair --lost` could make no copy: too few nodes are left to hold one.
     if nodes and len(seen.holdings_by_node) < copies_wanted:
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
@@ -249,7 +249,7 @@ def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies
 
 
 def describe_spare(seen: NodesSeen, root: object, nodes: Iterable[str]) -> list[str]:
-    """A note for each of these nodes, which did not answer, and whose copies are all on other nodes."""
+    """A note for each of these nodes. They did not answer, but all their copies are also on other nodes."""
     forget = f"replicated-ckpt forget {{}} --root {quote(str(root))}"
     return [
         f"{seen.label(node)}: not reached: {describe_silence(seen.unreached[node])}. All copies exist without it. "
@@ -259,7 +259,7 @@ def describe_spare(seen: NodesSeen, root: object, nodes: Iterable[str]) -> list[
 
 
 def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
-    """What to do about nodes that a manifest names, and of which this node has no address."""
+    """The next step for nodes that a manifest names, but for which this node has no address."""
     unknown = sorted(set(nodes) - seen.holdings_by_node.keys() - seen.addresses.keys())
     if not unknown:
         return []

@@ -1,4 +1,4 @@
-"""What the command line prints: tables, the progress of a long read, and what a command waits for."""
+"""Output of the command line: tables, the progress of a long read, and the reason of a wait."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ _MINUTE_S = 60
 
 
 def format_moment(unix_s: float) -> str:
-    """Local time; a dash where it is not known."""
+    """Local time, or a dash if it is unknown."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s > 0 else "-"
 
 
@@ -32,12 +32,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """All columns to the left; a number is set to the right by its caller."""
+    """Aligns all columns to the left. The caller aligns numbers to the right."""
     return align([header, *rows], left=range(len(header)))
 
 
 def parse_seconds(text: str) -> float:
-    """An argument of a command. Raises ArgumentTypeError: no time that can be waited."""
+    """Parses seconds. Raises ArgumentTypeError: a thread cannot wait for that time."""
     with contextlib.suppress(ValueError):
         # "nan" and "inf" are floats, too; beyond TIMEOUT_MAX a wait raises OverflowError.
         if 0 < float(text) <= threading.TIMEOUT_MAX:
@@ -48,7 +48,7 @@ def parse_seconds(text: str) -> float:
 _FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
 Look = Callable[[], Mapping[str, tuple[int, int]]]
-"""By node, how many bytes it has read, and of how many; it stands there only while it reads."""
+"""By node that is reading: the bytes that it has read, and their total."""
 
 
 def read_all(store: LocalStore, checkpoint_id: str | None = None, *, shows_progress: bool = False) -> Audit:
@@ -66,7 +66,7 @@ def read_all(store: LocalStore, checkpoint_id: str | None = None, *, shows_progr
 
 
 class ReadingProgress:
-    """Shows it while the block runs. `look` is called by a thread of its own, once a second."""
+    """Prints the progress while the block runs. A thread of its own calls `look` once a second."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -100,7 +100,7 @@ class ReadingProgress:
                 print(line, file=sys.stderr, flush=True)
 
     def _describe(self, now: Mapping[str, tuple[int, int]], seconds: float) -> str:
-        """A node that was reading and is not any more has read all."""
+        """Counts a node that has stopped reading as done."""
         done = {node: (size, size) for node, (_, size) in self._seen.items()}
         self._seen = {**done, **{node: found for node, found in now.items() if found[1]}}
         read, size = (sum(found[place] for found in self._seen.values()) for place in (0, 1))
@@ -108,7 +108,7 @@ class ReadingProgress:
 
 
 def describe_reading(read_bytes: int, size_bytes: int, seconds: float) -> str:
-    """What was read, how fast, and how long the rest takes at that rate; empty where nothing was read yet."""
+    """The bytes read, the rate, and the remaining time at that rate. Empty if nothing was read yet."""
     if not read_bytes or not size_bytes or seconds <= 0:
         return ""
     rate = read_bytes / seconds
@@ -123,7 +123,7 @@ SAID_AFTER_S = 3.0
 
 @contextmanager
 def say_if_slow(url: str) -> Iterator[None]:
-    """Says after a moment that the command waits for `url`, if the block is not over by then."""
+    """If the block takes longer than a moment, prints that the command waits for `url`."""
     timer = threading.Timer(SAID_AFTER_S, _say, [url])
     timer.daemon = True
     start_thread(timer)

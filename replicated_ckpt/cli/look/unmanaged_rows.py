@@ -1,4 +1,4 @@
-"""What `ls`, `verify` and `repair` say and do about checkpoints that FileSystemWriter left on the nodes."""
+"""Checkpoints of FileSystemWriter on the nodes, for `ls`, `verify` and `repair`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -31,7 +31,7 @@ def _row(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> CheckpointSeen
 
 
 def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, tuple[str, ...]]:
-    """How it is, and the files that no node showed; without a `.metadata` that is believed nothing tells of shards."""
+    """Its state, and its missing files. Without a valid `.metadata` the shards are unknown."""
     if not checkpoint.nodes_with_metadata:
         return "stock, no .metadata", (METADATA_NAME,)
     try:

@@ -1,4 +1,4 @@
-"""Saves in doubt as the command line shows them, and the way out for nodes that never come back."""
+"""Saves in doubt for the command line, with the next step if nodes never come back."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ class StagedSave:
     nodes: tuple[str, ...]
     """The other nodes of the save."""
     blocked_by: str = ""
-    """The save that has its name here, if this one is decided: no other node's answer ends that."""
+    """If this save is decided: the other save that has its name here. No answer of another node changes that."""
 
     def __str__(self) -> str:
         nodes = ", ".join(self.nodes) or "none"
@@ -42,7 +42,7 @@ class StagedSave:
 
 
 def list_staged_saves(store: LocalStore) -> list[StagedSave]:
-    """The saves that are staged in this store and that no rank works on, as the disk shows them now."""
+    """The saves that are staged on this disk and that no rank works on."""
     own = store.read_node_id()
     return [
         StagedSave(
@@ -59,7 +59,7 @@ def list_staged_saves(store: LocalStore) -> list[StagedSave]:
 
 @dataclass(frozen=True)
 class WaitingSave:
-    """A save in doubt with the nodes whose answers its end waits for, or why it could not be settled."""
+    """A save in doubt: the nodes for whose answers it waits, or the error that prevented its settlement."""
 
     save_id: str
     checkpoint_id: str
@@ -73,7 +73,7 @@ class WaitingSave:
 
 
 def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) -> list[WaitingSave]:
-    """The saves in doubt as this node's agent told them; as the disk shows them where no agent did (None)."""
+    """The saves in doubt from this node's agent, or from the disk if no agent returned them (None)."""
     if told is None:
         staged = list_staged_saves(store)
         return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes, blocked_by=one.blocked_by) for one in staged]
@@ -90,7 +90,7 @@ def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) ->
 
 
 def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
-    """The save that keeps a decided one from its name; "" if it is not decided, takes the name, or that cannot be seen."""
+    """The save that has the name of a decided one. "": the save is not decided, may take the name, or that is unknown."""
     with contextlib.suppress(ReplicatedCkptError, OSError):
         named, intent = store.catalog.find_manifest(checkpoint_id), store.intent_of(save_id)
         decided = None if named is None else read_decision(store.staging(save_id), save_id)
@@ -101,7 +101,7 @@ def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
 
 
 def waits_for_any(store: LocalStore) -> bool:
-    """Whether a save here is in doubt, as `status` says it: one that no node is waited for is settled by itself."""
+    """Whether `status` shows a save in doubt here. A save that waits for no node is settled without help."""
     agent = None
     try:
         agent = ask_own_status(store)
@@ -111,7 +111,7 @@ def waits_for_any(store: LocalStore) -> bool:
 
 
 def describe_wait(save: StagedSave | WaitingSave, seen: NodesSeen) -> str:
-    """What the end of a save in doubt waits for: which of its nodes, or the end of another save."""
+    """Describes what a save in doubt waits for: nodes, or another save."""
     if save.blocked_by:
         return (
             f"it is decided, but save {save.blocked_by} has its name on this node. It is deleted once a newer save of "
@@ -125,7 +125,7 @@ def describe_wait(save: StagedSave | WaitingSave, seen: NodesSeen) -> str:
 
 
 def advise_on_in_doubt(save: StagedSave | WaitingSave, seen: NodesSeen, root: Path) -> list[str]:
-    """The next step for a save in doubt, where a node that it waits for does not answer."""
+    """The next step for a save in doubt that waits for a node without an answer."""
     missing = [] if save.blocked_by else _find_missing(save.nodes, seen)
     lost = " ".join(f"--lost {node}" for node in missing)
     step = (
@@ -146,13 +146,13 @@ def _sum_staged_bytes(store: LocalStore, intent: Intent) -> int:
 
 
 def label_nodes(store: LocalStore, saves: Sequence[StagedSave]) -> Mapping[str, str]:
-    """Where each node that such a save waits for was last."""
+    """The last known address of each node that such a save waits for."""
     known = {peer.node_id: peer.label for peer in PeerBook(store.root_agent_directory()).read_all()}
     return {node: known.get(node, f"node {node}, never met") for save in saves for node in save.nodes}
 
 
 def describe_loss(save: StagedSave, lost: Sequence[str], holdings: Sequence[Holding]) -> str:
-    """What giving a save up may lose, and what is left of its checkpoint, before it is done."""
+    """Describes, before a save is aborted, what may be lost, and what is left of its checkpoint."""
     versions = [found for found in saves_found(holdings) if found.checkpoint_id == save.checkpoint_id]
     left = ", ".join(f"save {found.save_id} (sequence {found.sequence})" for found in versions) or "no other version"
     return (

@@ -1,4 +1,4 @@
-"""`replicated-ckpt drain`: what this node holds gets its copies on the other nodes; then it may be taken down."""
+"""`replicated-ckpt drain`: has other nodes copy this node's files, so that it may be taken down."""
 
 import argparse
 import json
@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if every checkpoint has its copies on the nodes that stay; else FAILED, and the output says why not.
+    """Exit code: OK if every checkpoint has its copies on the nodes that stay, else FAILED. The output has the reason.
 
-    Every byte was read then, as by `verify`: a copy that is bad counts for nothing, and is made anew.
+    First all nodes read every byte, as for `verify`. A bad copy does not count, and is made anew.
     """
     store, unread = open_store(arguments.root), frozenset[str]()
     if not arguments.dry_run:
@@ -74,17 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tell_agent(store: LocalStore, *, is_drained: bool) -> None:
-    """This node's agent says so to the others, for as long as it runs. Raises AgentUnavailable, StoreError."""
+    """Has this node's agent announce that the node is drained, until it exits. Raises AgentUnavailable, StoreError."""
     with AgentClient(start_agent(store)) as client:
         client.call("POST", "/v1/drained", {"is_drained": is_drained})
 
 
 @dataclass(frozen=True)
 class _Drained:
-    """How far it has come. `plan`: what is still to be copied; `stays`: what only this node can bring elsewhere.
+    """The progress of a drain. `plan`: the copies that are missing. `stays`: data that only this node can move elsewhere.
 
-    `not_copied`: files in checkpoints' directories that are no part of these; no node makes copies of such. `unread`: nodes
-    that answer, and did not when they were asked to read what they hold, so that it counts for nothing.
+    `not_copied`: files in checkpoints' directories that are not part of a checkpoint, and that no node copies. `unread`:
+    nodes that answer now, but did not read their files when they were asked. Their copies do not count.
     """
 
     seen: NodesSeen
@@ -130,7 +130,7 @@ class _Drained:
         return "not enough room for the copies on other nodes" if self._has_others else "no other node can hold a copy"
 
     def _name_not_copied(self, store: LocalStore) -> list[str]:
-        """What a look at copies does not show, and is gone with the node."""
+        """Data that is lost with the node, and of which no copies are made."""
         lines = []
         if self.not_copied:
             named = list_some(self.not_copied, _SHOWN_MAX, "file")
@@ -175,14 +175,14 @@ class _Drained:
 
 
 def _plan(seen: NodesSeen, unread: Collection[str] = ()) -> RepairPlan:
-    """What makes up for this node's copies on those that answer and stay; one that is silent is not counted on."""
+    """The plan that replaces this node's copies on the nodes that answer and stay. Silent nodes do not count."""
     up = [held.view_of(node) for node, held in seen.holdings_by_node.items() if node not in unread]
     views = [replace(view, is_leaving=view.node_id == seen.own_node or view.node_report.is_drained) for view in up]
     return plan_repair(seen.manifests, views, going=find_retired(seen.manifests, views) | find_removed(views))
 
 
 def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
-    """What no copy on another node can stand for."""
+    """Data here that copies on other nodes cannot replace."""
     stays = [str(save) for save in list_staged_saves(store)]
     stays += [f"{one.checkpoint_id} is being saved here" for one in store.list_staged() if store.is_locked(one.save_id)]
     managed = {holding.checkpoint_id for holding in seen.holdings}
@@ -204,7 +204,7 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
 
 
 def _list_others(store: LocalStore) -> list[str]:
-    """Files of others (a tokenizer, a `config.json`) in the directories of checkpoints here."""
+    """The user's files (a tokenizer, a `config.json`) in the directories of checkpoints here."""
     with translate_errors(str(store.root), "list", ""):
         every = store.catalog.look_at_all()
         own = {looked.checkpoint_id for looked in every if looked.holds_checkpoint}
@@ -213,7 +213,7 @@ def _list_others(store: LocalStore) -> list[str]:
 
 
 def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:
-    """What lies here and no node makes copies of, as the user of another one has removed it there."""
+    """Checkpoints here that no node copies, because the user of another node has removed them there."""
     own, found = seen.holdings_by_node[seen.own_node], []
     for holding in own.holdings:
         nodes = [node for node in seen.removed_on(holding.checkpoint_id, holding.save_id) if node != seen.own_node]

@@ -1,4 +1,4 @@
-"""`replicated-ckpt forget NODE`: a node that never comes back leaves this node's address book, and is not waited for."""
+"""`replicated-ckpt forget NODE`: removes a node that never comes back from this node's address book."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if it was forgotten, now or before; FAILED if it may hold the last copy of something: it stays.
+    """Exit code: OK if the node was forgotten, now or before. FAILED if it stays, as it may have the last copy of a file.
 
     Raises:
         ConfigInvalid: no such node is in the book, or it answers. StoreError, AgentUnavailable
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_forgotten(store: LocalStore, seen: NodesSeen, named: str) -> str:
-    """The node of that name that was forgotten before, as by a command that did not get its answer; "": none was."""
+    """The node of that name that was forgotten before, for example by a command that got no answer. "": none."""
     book = PeerBook(store.root_agent_directory()).read_forgotten() - seen.addresses.keys()
     found = [node for node in book if named in (node, seen.name(node))]
     return found[0] if len(found) == 1 else ""
@@ -71,7 +71,7 @@ def find_node(seen: NodesSeen, named: str) -> str:
     """The id of the node that is named by its id, its host, or both.
 
     Raises:
-        ConfigInvalid: none or several are, of this node and those of its address book.
+        ConfigInvalid: this node and its address book have no such node, or several.
     """
     found = [node for node in seen.addresses if named in (node, seen.name(node), seen.addresses[node].host)]
     found = [named] if named in found else found
@@ -84,9 +84,9 @@ def find_node(seen: NodesSeen, named: str) -> str:
 
 
 def _list_losses(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen], node: str) -> dict[str, list[str]]:
-    """By checkpoint, the files of which no node showed a copy, and this one may hold one.
+    """By checkpoint, the files of which no other node showed a copy, and this node may have one.
 
-    Where no manifest says who was meant to hold what, any silent node may hold what is missing, the manifest to begin with.
+    Without a manifest the intended holders are unknown: any silent node may have the missing files, and the manifest.
     """
     losses = {row.checkpoint_id: list(row.missing) for row in rows if row.missing and node in row.not_reached}
     losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}

@@ -1,4 +1,4 @@
-"""What `status` concludes: from the nodes, the checkpoints and this node's agent to one word and its reasons."""
+"""The verdict of `status` on nodes, checkpoints and this node's agent, with its reasons."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 _ROOM_BYTES_MIN = 64 << 20
-"""With no more room than this beside the largest save that a node holds, its next save may fail."""
+"""Free space that a node should have in addition to the size of its largest save. With less, its next save may fail."""
 _NAMED_MAX = 4
 
 
 @dataclass(frozen=True)
 class Health:
-    """What is not as it should be, in words, by how bad it is.
+    """The findings, with their exit codes.
 
-    `bad`: the checkpoints that lack something. `notes`: what a reader may want to do, though nothing is wrong. `is_idle`:
-    no agent runs, and none is needed.
+    `bad`: the checkpoints that lack files or copies. `notes`: optional steps for the reader. `is_idle`: no agent runs, and
+    none is needed.
     """
 
     found: tuple[tuple[ExitCode, str], ...]
@@ -58,7 +58,7 @@ class Health:
 
     @property
     def lines(self) -> list[str]:
-        """Each finding behind its word, the worst first; the word of the whole if there is none. Then the notes."""
+        """A line for each finding, with its word, the worst first, or one line with the verdict. Then the notes."""
         return [
             *([f"{_WORDS[code]}: {why}" for code, why in self.found] or [self.word]),
             *(f"note: {note}" for note in self.notes),
@@ -81,9 +81,9 @@ def judge_health(
     in_doubt: Sequence[WaitingSave],
     root: Path,
 ) -> Health:
-    """`agent`: what this node's agent says of itself. None and no `why_down`: it has left, as no job runs."""
+    """`agent`: the status of this node's agent. None without `why_down`: the agent has exited, as no job runs."""
     is_idle = agent is None and not why_down
-    # Agents that ranks started leave with them: then a refused connection is no fault.
+    # Agents that ranks started leave with them: then a refused connection is not a fault.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
     bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
     needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}
@@ -107,13 +107,13 @@ def judge_health(
 
 
 def _waits_for_idle(row: CheckpointSeen, seen: NodesSeen, idle: Collection[str]) -> bool:
-    """Whether what was not seen of it may lie on nodes whose agents have left, too; a copy may have been made since."""
+    """Whether its missing copies may be on nodes whose agents have also exited."""
     others = [node for node in row.not_reached if node in seen.unreached and node not in idle]
     return row.state in (SHORT, NOT_SEEN) and bool(row.not_reached) and bool(idle) and not others
 
 
 def _describe(bad: Sequence[CheckpointSeen], seen: NodesSeen, *, is_lost: bool) -> Iterator[str]:
-    """One line for all checkpoints of which the same is to be said."""
+    """One line for all checkpoints with the same problem."""
     by_words: dict[str, list[str]] = {}
     for row in bad:
         if (row.state == LOST) == is_lost:
@@ -152,7 +152,7 @@ def describe_room(room: Room | None) -> str:
 
 
 def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Iterator[str]:
-    """One line for the newest checkpoint with such a finding: a run that has diverged finds it at every save."""
+    """One line, for the newest checkpoint with differing replicas: a run that has diverged has them in every save."""
     manifests = [seen.manifests[row.save_id] for row in rows if row.save_id in seen.manifests]
     diverged = sorted((one for one in manifests if one.divergences), key=lambda one: one.created_unix_s)
     if diverged:
@@ -163,7 +163,7 @@ def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Itera
 
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
-    """What this node's agent says that it cannot do."""
+    """The failures that this node's agent reports."""
     yield from agent.get("duplicate_nodes", ())
     protection = agent["protection"]
     for problem in protection["failed"]:
@@ -175,7 +175,7 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_work(agent: Mapping[str, Any], *, is_good: bool) -> list[str]:
-    """What this node's agent has to do, and has done: a line for re-protection and one for uploads, if there is any."""
+    """The work of this node's agent: a line for re-protection and one for uploads, if there are any."""
     protection = agent["protection"]
     over = [f"node {node} lists more saves than this node reads at once" for node in protection.get("over_bound", ())]
     return [*over, *_describe_protection(protection, is_good=is_good), *_describe_uploads(agent["object_store"])]
@@ -189,7 +189,7 @@ def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator[str]:
-    """`is_good`: every checkpoint has its copies now, whatever the last round found."""
+    """`is_good`: every checkpoint has its copies now. The last round may have found otherwise."""
     if is_good:
         return
     if not found["rounds"]:

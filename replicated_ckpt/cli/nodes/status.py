@@ -34,7 +34,7 @@ _LOG_BYTES = 64 << 10
 _ERRORS_MAX = 3
 _LOG_COLUMNS = 200
 _LOG_MOMENT = "%Y-%m-%d %H:%M:%S"
-"""How a line of the agent's log begins."""
+"""The begin of a line in the agent's log."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_again(lines: Sequence[str], before: Sequence[str] | None, every_s: float) -> None:
-    """The lines below a clock, with a mark at each that the look before did not have."""
+    """The lines below a clock, with a mark at each new line."""
     clear = _CLEAR if sys.stdout.isatty() else ""
     print(f"{clear}{format_moment(time.time())}, every {every_s:g} s until Ctrl-C; * marks what has changed")
     changed = set(lines).difference(lines if before is None else before)
@@ -84,7 +84,7 @@ def _show_again(lines: Sequence[str], before: Sequence[str] | None, every_s: flo
 
 @dataclass(frozen=True)
 class _OwnAgent:
-    """Whether this node's agent answers; `pid` None: none does, and why."""
+    """Whether this node's agent answers. `pid` None: it does not, for the reason `why_down`."""
 
     pid: int | None
     why_down: str = "this node's agent does not run"
@@ -104,7 +104,7 @@ class _OwnAgent:
 
 
 def _ask_own_agent(store: LocalStore) -> _OwnAgent:
-    """For a probe: no other node is asked, and the agent answers from memory."""
+    """The check for a probe. It asks no other node, and the agent answers from memory."""
     try:
         endpoint = running_agent(store)
     except ReplicatedCkptError as exc:
@@ -114,7 +114,7 @@ def _ask_own_agent(store: LocalStore) -> _OwnAgent:
 
 @dataclass(frozen=True)
 class _State:
-    """One look. `agent`: the status of this node's agent, None where it gave none; `is_silent`: it runs all the same."""
+    """One look. `agent`: the status from this node's agent, or None. `is_silent`: the agent runs but does not answer."""
 
     seen: NodesSeen
     rows: Sequence[CheckpointSeen]
@@ -154,7 +154,7 @@ class _State:
         }
 
     def text(self, store: LocalStore) -> str:
-        """The verdict first, what to do about it, and then what there is."""
+        """The output: the verdict with its next steps, then nodes, checkpoints and uploads."""
         lines = [
             *self.health.lines,
             *self._next_steps(store),
@@ -212,7 +212,7 @@ def _look(store: LocalStore) -> _State:
 
 
 def _describe_end(store: LocalStore) -> str:
-    """What is wrong with it that no agent runs here; "": it has left in good order, and no rank uses the store."""
+    """Why it is a problem that no agent runs here. "": the agent has exited normally, and no rank uses the store."""
     directory = store.root_agent_directory()
     try:
         # Ranks are there and have no agent: their next save starts one, or fails.
@@ -226,7 +226,7 @@ def _describe_end(store: LocalStore) -> str:
 
 
 def _read_last_errors(store: LocalStore, since_unix_s: float) -> list[str]:
-    """The last warnings and errors of this node's agent since then, where ranks or a command have started it."""
+    """The last warnings and errors since then, in the log of an agent that a rank or command has started."""
     path = store.root_agent_directory() / LOG_NAME
     try:
         with path.open("rb") as file:

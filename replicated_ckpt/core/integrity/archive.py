@@ -115,7 +115,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
 def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
     """Number of entries, start and end of the directory."""
     if size_bytes < _END.size:
-        raise ArchiveDamaged("is no zip container")
+        raise ArchiveDamaged("is not a zip container")
     magic, _, _, _, count, length, start, _ = _END.unpack(fetch(size_bytes - _END.size, _END.size))
     if magic != b"PK\x05\x06":
         raise ArchiveDamaged("does not end as a zip container")
@@ -164,7 +164,7 @@ class Verdict(Enum):
     INTACT = "intact"
     """It is a complete zip container, and all its records match their CRC32."""
     UNCHECKED = "unchecked"
-    """It is no zip container, or one without CRC32: it cannot be checked."""
+    """It is not a zip container, or one without CRC32: it cannot be checked."""
 
 
 class ItemDamaged(ValueError):

@@ -31,7 +31,7 @@ def follow(raw: bytes) -> Any:
     except PickleUnsafe:
         raise
     except (IndexError, ValueError) as exc:
-        raise PickleUnsafe(f"is no complete pickle: {type(exc).__name__}: {exc}") from exc
+        raise PickleUnsafe(f"is not a complete pickle: {type(exc).__name__}: {exc}") from exc
 
 
 class _Follower:

@@ -61,7 +61,7 @@ class Instances:
                 if fetch is None:
                     break
                 key = memo[int.from_bytes(fetch[1:], "little")]
-                # An attribute name from the memo that is no text: not as picklers write instances.
+                # An attribute name from the memo that is not text: not as picklers write instances.
                 if type(key) is not str:
                     return None
                 state[key] = self._value(value, added)

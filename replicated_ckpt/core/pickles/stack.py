@@ -64,19 +64,19 @@ class Stack:
         above = self._above_mark()
         target = self._new()
         if type(target) is not Elements:
-            raise PickleUnsafe("adds elements to something that is no set")
+            raise PickleUnsafe("adds elements to something that is not a set")
         target += above
 
     def _append(self, above: list[Any]) -> None:
         target = self._fill(list)
         if type(target) is not list:
-            raise PickleUnsafe("appends to something that is no list")
+            raise PickleUnsafe("appends to something that is not a list")
         target += above
 
     def _set(self, above: list[Any]) -> None:
         target = self._fill(Pairs)
         if type(target) is not Pairs or len(above) % 2:
-            raise PickleUnsafe("sets items of something that is no dictionary, or sets a key without a value")
+            raise PickleUnsafe("sets items of something that is not a dictionary, or sets a key without a value")
         target += above
 
     def _fill(self, kind: type[list[Any]]) -> Any:
@@ -100,7 +100,7 @@ class Stack:
     def name(self) -> None:
         name, module = self.items.pop(), self.items.pop()
         if type(module) is not str or type(name) is not str or not module or not name:
-            raise PickleUnsafe("uses something that is no text as a name")
+            raise PickleUnsafe("uses something that is not text as a name")
         self.items.append(Named(module, name))
 
     def new_instance(self) -> None:
@@ -121,7 +121,7 @@ class Stack:
         made = self._new()
         # A second state would be merged by some classes and replace the first in others.
         if type(made) is not Made or made.state is not None or state is None:
-            raise PickleUnsafe("sets the state of something that is no new instance")
+            raise PickleUnsafe("sets the state of something that is not a new instance")
         made.state = state
 
     def store(self) -> None:

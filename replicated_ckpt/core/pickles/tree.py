@@ -134,14 +134,14 @@ def storage_of(node: Any) -> StorageOutline:
     """The storage of a persistent id.
 
     Raises:
-        PickleUnsafe: the id is no storage.
+        PickleUnsafe: the id is not a storage.
     """
     identity = node.identity if type(node) is Stored else None
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
-        raise PickleUnsafe("has a persistent id that is no storage")
+        raise PickleUnsafe("has a persistent id that is not a storage")
     _, kind, key, _, elements = identity
     if type(kind) is not Named or type(key) is not str or type(elements) is not int or not 0 <= elements <= _INT_MAX:
-        raise PickleUnsafe("has a persistent id that is no storage")
+        raise PickleUnsafe("has a persistent id that is not a storage")
     return StorageOutline(key, kind.name, elements)
 
 

@@ -65,7 +65,7 @@ class UnmanagedHolding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "UnmanagedHolding":
-        """Raises ValueError, KeyError, TypeError: the fields are no such holding; the caller names the peer."""
+        """Raises ValueError, KeyError, TypeError: the fields are invalid. The caller adds the name of the peer."""
         metadata = fields["metadata"]
         shards = {str(name): UnmanagedFile.from_json(file) for name, file in dict(fields["shards"]).items()}
         checkpoint_id = str(fields["checkpoint_id"])
@@ -256,7 +256,7 @@ def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
     """The ranges of the items in each shard, as `.metadata` has them, in ascending order.
 
     Raises:
-        MetadataUnsafe: `raw` is no metadata as DCP writes it, or names a file that is no shard.
+        MetadataUnsafe: `raw` is not metadata as DCP writes it, or names a file that is not a shard.
     """
     try:
         return _ranges(_attribute(follow(raw), "storage_data"))
@@ -277,7 +277,7 @@ def ranges_from_json(fields: Mapping[str, Any]) -> Mapping[str, tuple[ByteRange,
     """The inverse of `ranges_to_json`. Raises TypeError, ValueError, AttributeError: the fields are invalid."""
     found = {shard: tuple(ByteRange(index(at), index(size)) for at, size in items) for shard, items in fields.items()}
     if any(ShardName.parse(shard) is None for shard in found):
-        raise ValueError("a file is named that is no shard")
+        raise ValueError("a file is named that is not a shard")
     numbers = (number for items in found.values() for item in items for number in (item.offset, item.length))
     if any(not 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("an item lies outside its file")
@@ -313,7 +313,7 @@ def _ranges(places: Any) -> Mapping[str, tuple[ByteRange, ...]]:
         shard, offset, length = (_attribute(info, name) for name in ("relative_path", "offset", "length"))
         # The path becomes a file name on nodes: nothing but a shard may be named.
         if type(shard) is not str or ShardName.parse(shard) is None:
-            raise PickleUnsafe(f"has an item in {str(shard)[:200]!r}, which is no shard")
+            raise PickleUnsafe(f"has an item in {str(shard)[:200]!r}, which is not a shard")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise PickleUnsafe(f"has an item at an invalid place of {shard}")
         # More than a file offset: `preadv` would raise OverflowError in the middle of a load.

@@ -217,7 +217,7 @@ def find_host() -> tuple[str, str]:
     Where MASTER_ADDR itself is loopback, all nodes are on this host.
 
     Raises:
-        ConfigInvalid: REPLICATED_CKPT_HOST is no host, or this one has link-local addresses alone.
+        ConfigInvalid: REPLICATED_CKPT_HOST is not a host, or this one has link-local addresses alone.
     """
     override, name = os.environ.get(HOST_ENV), socket.gethostname()
     if override:
@@ -276,7 +276,7 @@ def id_under(root: str, given: str | os.PathLike[str]) -> str:
     `ckpt/step-5` does with the root `ckpt`, means that place. So does an absolute one that goes by a symbolic link.
 
     Raises:
-        ConfigInvalid: it is no such name.
+        ConfigInvalid: the name is invalid.
     """
     text = os.fspath(given)
     check_encodable("checkpoint_id", text)

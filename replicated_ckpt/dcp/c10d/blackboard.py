@@ -458,7 +458,7 @@ class Blackboard:
 
 
 def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> None:
-    """Raises PeerProtocolError: a decision without this rank is no error, so this rank must not act on it.
+    """Raises PeerProtocolError: a decision without this rank is not an error, so this rank must not act on it.
 
     A coordinator leaves a rank out only when it decides on an error. A rank without an earlier post cannot check that the
     note is of this run of the job: an old note can make its call fail, and no more.
@@ -512,7 +512,7 @@ def _decode(key: str, raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
     except (ValueError, RecursionError, zlib.error) as exc:  # RecursionError: nested too deep, by a foreign writer
-        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON: {type(exc).__name__}.", _FOREIGN) from exc
+        raise PeerProtocolError(f"{key!r} on the c10d store is not JSON: {type(exc).__name__}.", _FOREIGN) from exc
     if not isinstance(fields, dict):
-        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON object.", _FOREIGN)
+        raise PeerProtocolError(f"{key!r} on the c10d store is not a JSON object.", _FOREIGN)
     return fields

@@ -142,11 +142,11 @@ class _Known:
         self._group: Callable[[], Any] = lambda: None
         self._presence: Presence | None = None
         self._inherited: Callable[[], Any] = lambda: None
-        # A forked worker, as a data loader's, inherits the groups, but is no rank in them.
+        # A forked worker, as a data loader's, inherits the groups, but is not a rank in them.
         os.register_at_fork(after_in_child=self._inherit)
 
     def _inherit(self) -> None:
-        """In a forked child: the groups are those of its parent's job, in which it is no rank."""
+        """In a forked child: the groups are those of its parent's job, in which it is not a rank."""
         group = dist.group.WORLD if dist.is_available() else None
         self._inherited = (lambda: None) if group is None else weakref.ref(group)
 

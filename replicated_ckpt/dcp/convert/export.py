@@ -54,16 +54,16 @@ def export_checkpoint(
 ) -> Converted:
     """Writes a checkpoint, or those entries of it that `keys` takes, in another format.
 
-    It is read as ReplicatedReader reads it, on this process alone: own store, peers, object store, with every byte
-    verified. Only a window of 64 MiB, and the objects that are no tensors, are in memory. The output
-    appears at `to` when all of it was written and read back, or not at all.
+    This process reads it as ReplicatedReader does: from its own store, peers or the object store, with every byte verified.
+    Only a window of 64 MiB, and all objects that are not tensors, are in memory. The output appears at `to` after all of
+    it was written and read back. On failure nothing appears.
 
     Args:
         to: a path, or a URL that fsspec knows. "torch" makes a file; the others a directory.
-        shard_size_limit: bytes, or "5GB", of a file of safetensors or of a DCP directory.
+        shard_size_limit: size of one safetensors or DCP file, in bytes or as "5GB".
         trust_pickles: unpickle objects that a load refuses (ObjectUnsafe). Their writer can run code.
         storage_options, to_options: how to reach the object store, and `to`, as fsspec takes them.
-        progress: called now and then.
+        progress: called repeatedly while it works.
 
     Raises:
         ConfigInvalid: an argument cannot work, a key rule fits nothing, or `to` exists and `overwrite` is off.

@@ -41,19 +41,19 @@ def import_checkpoint(
 ) -> Converted:
     """Makes a checkpoint in this node's store from the files at `path`, or from those entries that `keys` takes.
 
-    It is saved by ReplicatedWriter on this process alone, a window of 64 MiB at a time, read back and compared with its
-    checksums. One process is one node: the agents make the other copies when this node's agent is up. With an object
-    store, it is committed there, too, when this returns.
+    ReplicatedWriter saves it on this process, a window of 64 MiB at a time. Then it is read back and compared with its
+    checksums. This node has the only copy until its agent runs. Then agents make the others. With an object store, the
+    checkpoint is committed there, too, when this returns.
 
     Args:
         path: a file of `torch.save`; a `.safetensors` file or a directory of them; or a directory with `.metadata` and
             all shards.
         copies, object_store, storage_options: as for ReplicatedWriter.
-        overwrite: replace a checkpoint of this id. Off: it is refused.
-        trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Its writer can run code.
+        overwrite: replace a checkpoint of this id. Otherwise CheckpointExists is raised.
+        trust_pickles: unpickle a torch file that raises ObjectUnsafe otherwise. Its writer can run code.
 
     Raises:
-        ConfigInvalid: `path` is not of that format, or a key rule fits nothing. ObjectCorrupt: an item is smaller than
+        ConfigInvalid: `path` has another format, or a key rule matches no name. ObjectCorrupt: an item is smaller than
         .metadata says. StoreFull: there is no room for all of it; nothing was written. CheckpointExists, StoreError,
         UploadFailed: as in a save.
     """

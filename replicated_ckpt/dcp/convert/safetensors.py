@@ -53,7 +53,7 @@ _CONSOLIDATE = (
     "enable_consolidation=True), or call consolidate_safetensors_files of "
     "torch.distributed.checkpoint._consolidate_hf_safetensors."
 )
-_FETCH = "Fetch the file again: it is truncated, or is no safetensors file."
+_FETCH = "Fetch the file again: it is truncated, or is not a safetensors file."
 
 _NAMES = {
     "BOOL": "bool",
@@ -113,12 +113,12 @@ def header_size(raw: bytes, file_bytes: int, label: str) -> int:
     """Size of the JSON header, from the first 8 bytes of a file.
 
     Raises:
-        ConfigInvalid: it is no safetensors file.
+        ConfigInvalid: it is not a safetensors file.
     """
     # The size is untrusted: without this bound a small file could ask for any amount of memory.
     size = LENGTH.unpack(raw)[0] if len(raw) == LENGTH.size else file_bytes
     if size > min(_HEADER_BYTES_MAX, file_bytes - LENGTH.size):
-        raise ConfigInvalid(f"{label} is no safetensors file: it has no header.", _FETCH)
+        raise ConfigInvalid(f"{label} is not a safetensors file: it has no header.", _FETCH)
     return int(size)
 
 
@@ -128,13 +128,15 @@ def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
     The header is read entry by entry, so that memory is proportional to its tensors, not to any other JSON in it.
 
     Raises:
-        ConfigInvalid: it is no safetensors file, or one with types that this torch does not have.
+        ConfigInvalid: it is not a safetensors file, or one with types that this torch does not have.
     """
     try:
         tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw, label)]
         _check_filled(tensors, data_bytes)
     except (ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise ConfigInvalid(f"{label} is no safetensors file: {type(exc).__name__}: {str(exc)[:300]}.", _FETCH) from exc
+        raise ConfigInvalid(
+            f"{label} is not a safetensors file: {type(exc).__name__}: {str(exc)[:300]}.", _FETCH
+        ) from exc
     return tensors
 
 
@@ -205,7 +207,7 @@ def _skip(raw: bytes, position: int) -> int:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class SafetensorsFiles:
     """The tensors of one or more files.
 
     Raises:
-        ConfigInvalid: a file is no safetensors file, or two files have a tensor of the same name.
+        ConfigInvalid: a file is not a safetensors file, or two files have a tensor of the same name.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -352,13 +354,15 @@ def _read_index(index: Path) -> dict[str, str]:
     # One byte more than allowed was read: the file is larger.
     if len(raw) > _INDEX_BYTES_MAX:
         raise ConfigInvalid(
-            f"{index} has more than {_INDEX_BYTES_MAX} bytes, so it is no index of safetensors files.", _FETCH
+            f"{index} has more than {_INDEX_BYTES_MAX} bytes, so it is not an index of safetensors files.", _FETCH
         )
     try:
         file_by_name: dict[str, str] = json.loads(raw, object_pairs_hook=name_once)["weight_map"]
         paths = {name: index.parent / name for name in sorted(set(file_by_name.values()))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc
+        raise ConfigInvalid(
+            f"{index} is not an index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH
+        ) from exc
     for name, path in paths.items():
         # An index may come from the network: a name with a path could lead to any file.
         if Path(name).name != name or not is_plain_file(path):

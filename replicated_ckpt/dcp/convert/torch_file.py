@@ -49,7 +49,7 @@ class TorchFile:
     """A state dict in a file. Elements are read with `pread`, so that the mapping costs no memory.
 
     Raises:
-        ConfigInvalid: it is no such file, or has objects that torch does not load without running code, and is not trusted.
+        ConfigInvalid: torch.save did not write the file, or it has objects that torch refuses and `trust_pickles` is off.
     """
 
     def __init__(self, path: Path, *, trust_pickles: bool) -> None:
@@ -141,7 +141,7 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
     """The object that `torch.save` wrote; its tensors are mapped. Runs no code of the pickle unless it is trusted.
 
     Raises:
-        ConfigInvalid: it is no such file. ObjectUnsafe: it names a class that nothing allows. StoreError: unreadable.
+        ConfigInvalid: torch.save did not write the file. ObjectUnsafe: it names a class that is not allowed. StoreError
     """
     try:
         # Opened before torch does: a FIFO at the path would make it wait for ever.
@@ -338,7 +338,7 @@ def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
     """The object that `torch.save` wrote, made without running code of the pickle unless it is trusted.
 
     Raises:
-        ObjectUnsafe: it names a class that nothing allows, or is no object of `torch.save`.
+        ObjectUnsafe: it names a class that nothing allows, or is not an object of `torch.save`.
     """
     if not trust:
         return load_object(memoryview(raw), key, "the checkpoint")

@@ -1,4 +1,4 @@
-"""What a load did not find or did not take, with the next step."""
+"""Errors and warnings of loads that find no checkpoint, or skip one, with the next step."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -99,7 +99,7 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
-    """What a load of such a checkpoint warns about. `because`: why none of ours is loaded, where "latest" was asked for."""
+    """The warning of a load of such a checkpoint. `because`: why none of ours is loaded, where "latest" was asked for."""
     newer = f" It is loaded although newer ones exist: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
@@ -391,7 +391,7 @@ class Surveyor:
                     return raw.decode()
                 self.moved.add((holding.node_id, save.save_id))
             except (ReplicatedCkptError, OSError) as exc:
-                # Out of memory or descriptors: an older save is no cure.
+                # Out of memory or descriptors: an older save is not a cure.
                 raise_shortage(exc, self._store.root / holding.checkpoint_id / MANIFEST_NAME)
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))

@@ -36,7 +36,7 @@ class LoadReport:
 
     @property
     def bytes_read(self) -> int:
-        """From everywhere, except from another rank of the node."""
+        """Bytes that this rank read from all sources. Bytes that another rank of its node fetched are not included."""
         return self.bytes_local + self.bytes_peer + self.bytes_object
 
     def as_dict(self) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Loading:
                         ahead.release(window)
                     else:
                         feed(window, read(window.shard, window.offset, window.length, place_of(window)))
-                    # Long work on local windows is no silence: the other ranks must not give this one up.
+                    # Long work on local windows is not silence: the other ranks must not give this one up.
                     self._pulse()
         except BaseException:
             if self._exchange is not None:

@@ -43,25 +43,25 @@ class ReplicatedReader(StorageReader):
     save. This holds for any number of ranks, and on blank nodes, too. If no intact copy of a needed shard is left, every
     rank raises ShardLost, in DCP's CheckpointException. The error names the shards, their owners, and the searched places.
 
-    `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one. If
+    `checkpoint_id="latest"` is the newest checkpoint whose shards all have a copy. Every rank gets the same one. If
     checkpoints lie in several directories of ids, name one: "run-a/latest" is the newest of `run-a/step-1`,
     `run-a/step-2`, ..., and "./latest" is the newest of `step-1`, `step-2`, ....
 
     Args:
         root: this node's store. It may be empty, as on a replaced node; the load then writes only the node's identity.
-            With None the load uses only the object store, and no agent. It may have any number of ranks.
+            None: the load reads only the object store, without an agent. It may have any number of ranks.
         process_group: ranks of the load. With None it is the group that `dcp.load` was passed.
         no_dist: load on this process alone, although a process group exists. None: as `dcp.load` was passed.
         object_store: the bucket of the writer, for example "s3://bucket/prefix". Checkpoints that stock torch's
             FsspecWriter wrote there can be loaded, too. Each of their items is checked by the CRC32 of torch.save in it.
         storage_options: how to reach the bucket, as s3fs takes it.
-        lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
-            by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.
-        trust_pickles: pass objects that are no tensors to the planner as they lie in the shards. DCP unpickles them, so
-            a user who can write the checkpoint runs code here. By default an object is loaded only if it names only what
+        lineage: which run to load if a directory of ids has several. "newest": the one saved last by the clock, with a
+            ReplicatedCkptWarning. "refuse": raise LineagesMet. Otherwise a lineage that a warning named.
+        trust_pickles: pass objects other than tensors to the planner as they are in the shards. DCP unpickles them, so
+            anyone who can write the checkpoint can run code here. By default an object is loaded only if it names only what
             `torch.load(weights_only=True)` allows, what `torch.serialization.add_safe_globals` added, or numpy's
             plain scalars and arrays. Any other object raises ObjectUnsafe.
-        expect_partial: a load may leave out saved entries. By default rank 0 warns once per load, with their prefixes.
+        expect_partial: do not warn of saved entries that the load leaves out. By default rank 0 warns once per load.
         on_load: called on every rank with its LoadReport once all ranks have read. Its exceptions are logged.
 
     One reader serves many loads, one at a time.

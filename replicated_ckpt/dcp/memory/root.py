@@ -30,7 +30,7 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
     """The root of a store's memory tier: the directory that `memory` names; for True, one derived from the store's path.
 
     Raises:
-        ConfigInvalid: `memory` is no such argument; the directory does not lie in memory, or is another store's tier.
+        ConfigInvalid: `memory` is invalid, or names a directory that is not in memory or is the tier of another store.
         StoreDenied: another user may have written the tier's own records.
     """
     if memory is True:

@@ -323,7 +323,7 @@ class _Builder(Values):
             found = self._is_shard[path] = is_shard_path(path)
         # A path could lead out of the checkpoint's directory.
         if not found:
-            raise PickleUnsafe(f"has an item in {path[:_NAME_CHARACTERS]!r}, which is no shard")
+            raise PickleUnsafe(f"has an item in {path[:_NAME_CHARACTERS]!r}, which is not a shard")
         return self._make(node, StorageInfo, fields, {"relative_path": path, "offset": offset, "length": length})
 
     def _size(self, node: Any) -> torch.Size:

@@ -267,7 +267,7 @@ def _paths(raw: bytes) -> list[str]:
     except (ValueError, RecursionError) as exc:
         raise ColumnsInvalid("their names of shards are unreadable") from exc
     if type(paths) is not list or not all(type(path) is str and is_shard_path(path) for path in paths):
-        raise ColumnsInvalid("they name what is no shard")
+        raise ColumnsInvalid("they name what is not a shard")
     return paths
 
 

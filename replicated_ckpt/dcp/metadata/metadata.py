@@ -54,7 +54,7 @@ def decode_metadata(raw: bytes, source: str) -> Metadata:
     are proportional to the size of `raw`.
 
     Raises:
-        MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is no metadata at all.
+        MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is not metadata at all.
     """
     try:
         with put_off():

@@ -101,7 +101,7 @@ class Values:
         if not isinstance(kind, type) or not issubclass(kind, Enum):
             raise UnknownName(key_of(node.called))
         if name not in kind.__members__:
-            raise PickleUnsafe(f"names {name[:_NAMES_CHARACTERS]!r}, which is no member of {named.path}")
+            raise PickleUnsafe(f"names {name[:_NAMES_CHARACTERS]!r}, which is not a member of {named.path}")
         return kind[name]
 
     def load_stored(self, node: Stored) -> Any:

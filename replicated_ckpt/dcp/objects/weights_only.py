@@ -255,11 +255,11 @@ def _dtype(node: Any, of: Of) -> Any:
     text, (_, order, *parts) = node.arguments[0], node.state
     # Subarrays, names and fields would make it a record.
     if type(text) is not str or order not in ("<", ">", "|", "=") or any(part is not None for part in parts[:3]):
-        raise PickleUnsafe(f"holds a value of numpy's type {str(text)[:80]!r}, which is no plain one")
+        raise PickleUnsafe(f"holds a value of numpy's type {str(text)[:80]!r}, which is not a plain one")
     if _PLAIN.fullmatch(text):
         return np.dtype(text).newbyteorder(order)
     if _DATE.fullmatch(text):
         unit, step, *_ = of(parts[-1])[1]
         if unit.decode() in _UNITS and type(step) is int:
             return np.dtype(f"{text}[{step}{unit.decode()}]").newbyteorder(order)
-    raise PickleUnsafe(f"holds a value of numpy's type {text[:80]!r}, which is no plain one")
+    raise PickleUnsafe(f"holds a value of numpy's type {text[:80]!r}, which is not a plain one")

@@ -40,25 +40,25 @@ class _Planned:
 
 
 class CachedSavePlanner(DefaultSavePlanner):
-    """Plans as DefaultSavePlanner does, to the same result, and sends only what has changed since the save before.
+    """Makes the same plans as DefaultSavePlanner, but sends only what has changed since the previous save.
 
-    Pass one object as `planner=` to all saves of a state by a rank, in their order, by `dcp.save` and `dcp.async_save`.
+    On each rank, pass one object as `planner=` to all saves of one state, by `dcp.save` or `dcp.async_save`.
     CheckpointManager has one. At every save each rank compares all that its own plan depends on: names,
-    shapes, strides, dtypes, devices, placements, nesting. The contents of objects are no part of a plan. Where nothing has
-    changed on any rank, the coordinator uses its cached global plan and metadata; else it plans all anew. The cache stays
+    shapes, strides, dtypes, devices, placements, nesting. The contents of objects are not part of a plan. If nothing has
+    changed on any rank, the coordinator uses its cached global plan and metadata. Otherwise it plans anew. The cache stays
     valid after failed saves, after loads, and after saves by other writers and planners.
 
     A subclass with a planning method of its own (`create_local_plan`, `create_global_plan`, `finish_plan`) plans anew at
     every save, because its plan may differ each time.
 
-    Torch's own `enable_plan_caching` (2.15) keeps plans, with the first save's storage data, by the planner's class in
-    the process: two states of one process share them. This planner keeps plans in the object.
+    Torch's own `enable_plan_caching` (2.15) keeps plans by the planner's class, so two states of one process share them.
+    This planner keeps them in the object.
 
     Arguments as of DefaultSavePlanner, without `enable_plan_caching`. Not for several threads at once.
 
     Raises:
-        PlansUnknown: raised by `dcp.save` on all ranks, if the planners of a rank and of the coordinator have not planned
-            the last save together. Nothing was saved, and the next save plans anew.
+        PlansUnknown: raised by `dcp.save` on all ranks if the coordinator's planner does not have a rank's previous plan.
+            Nothing was saved, and the next save plans anew.
     """
 
     _keeps_plans = True

@@ -33,12 +33,13 @@ class SavedElsewhere(tuple[int, ...]):
 class RankStatePlanner(DefaultLoadPlanner):
     """Loads as DCP's own planner, with two exceptions. Any other missing key is DCP's error.
 
-    A RankState, at any level of the state dict, that was saved by another number of ranks follows its own rule.
+    A RankState that another number of ranks saved is loaded by its own rule, `on_other_world`.
 
-    An optimizer from `get_optimizer_state_dict`, at any level, is loaded as it was saved. A parameter that had no state, as
-    no gradient had come to it, is given an empty one. State that a new optimizer does not ask for is loaded as well.
+    An optimizer state from `get_optimizer_state_dict` is loaded as it was saved. A parameter that had no state, because it
+    had no gradient yet, gets an empty one. State that a new optimizer does not ask for is loaded, too.
 
-    CheckpointManager uses it; `dcp.load` is passed it as `planner=`. Arguments as of DefaultLoadPlanner.
+    Both may lie at any level of the state dict. CheckpointManager uses this planner. Pass it to `dcp.load` as `planner=`.
+    Arguments as of DefaultLoadPlanner.
     """
 
     def set_up_planner(
@@ -77,7 +78,7 @@ class RankStatePlanner(DefaultLoadPlanner):
 
 
 def _find(tree: Any, path: Sequence[Any]) -> Any:
-    """The value at this path of a nested state dict; None: a key on the way is no string, which DCP's paths do not show."""
+    """The value at this path of a nested state dict; None: a key on the way is not a string, and so in no path of DCP."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else tree[key] if isinstance(tree, list) else None
     return tree
@@ -140,7 +141,7 @@ def name_rank_item(rank: int, world: int) -> str:
 
 
 def find_world(name: str) -> int | None:
-    """The number of ranks of the job that saved this item; None: it is no rank's."""
+    """The number of ranks of the job that saved this item; None: it is not of a rank."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -177,7 +178,7 @@ _NOT_OURS = "Load a checkpoint whose state has a RankState at this place, or lea
 
 
 class WorldSizeChanged(ReplicatedCkptError):
-    """A RankState was saved by another number of ranks. Tensors are loaded by then, and entries with earlier keys."""
+    """Another number of ranks saved this RankState. Tensors, and entries before it in the state dict, are loaded."""
 
     default_hint = (
         'Start as many ranks as saved. Or pass RankState(on_other_world="keep"): generators and data loaders '
@@ -199,17 +200,16 @@ class RankState(Stateful):
         state = {"app": app, "rank": RankState(data=StatefulDataLoader(...))}
         manager.save(step, state)
 
-    After a load by as many ranks as saved, each rank has what the rank of its number had. Everything is set at the end of
-    the load. Code that draws random numbers between the load and the next step must also run in an undisturbed job.
+    If as many ranks load as saved, each rank gets the state of the rank with its number. All is set at the end of the load.
+    Code that draws random numbers between the load and the next step must also run in a job that was not interrupted.
 
     Args:
-        on_other_world: if another number of ranks loads it. "raise": WorldSizeChanged; tensors are loaded by then,
-            and entries with earlier keys. "keep": generators and parts stay as they are, and rank 0 warns once
-            per load.
-        trust_pickles: a part's state may name any class; a writer of the checkpoint runs code here.
-        parts: by name, what each rank saves for itself: data loaders, samplers, a counter. A part is loaded by its name.
+        on_other_world: if another number of ranks loads it. "raise": WorldSizeChanged, after tensors and entries before
+            it in the state dict are loaded. "keep": generators and parts stay as they are, and rank 0 warns once per load.
+        trust_pickles: a part's state may name any class. Anyone who can write the checkpoint can run code here.
+        parts: by name, the objects that each rank saves for itself, such as data loaders or samplers.
 
-    With `dcp.load` pass `planner=RankStatePlanner()`: without it, DCP itself raises for another number of ranks.
+    With `dcp.load` pass `planner=RankStatePlanner()`. Without it, DCP itself raises for another number of ranks.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class RankState(Stateful):
         Raises:
             WorldSizeChanged: another number of ranks saved it, and on_other_world is "raise".
             ObjectUnsafe: a part's state names a class that nothing allows. ConfigInvalid: the parts are other ones.
-            ObjectCorrupt: it is no RankState's, or a generator does not take its state.
+            ObjectCorrupt: no RankState wrote it, or a generator does not take its state.
         """
         name = _own_name()
         item = state_dict.get(name)

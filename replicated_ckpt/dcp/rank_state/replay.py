@@ -19,8 +19,8 @@ class ReplayedLoader(Stateful):
 
     After a load, the next iteration yields the batches that the saved iteration would have yielded next. A loader with a
     `state_dict` of its own (torchdata's) continues by that state. For any other loader, ReplayedLoader sets the random
-    states of the epoch's begin, and reads as many batches as were yielded before the save. That takes as long as it did
-    then. The process's generators keep their states. If all of an epoch was yielded, the next iteration is a new epoch.
+    states from the begin of the epoch, and reads again the batches that were yielded before the save. Afterwards the
+    process's generators have their states from before. If the saved epoch was over, the next iteration is a new epoch.
 
     One iteration at a time. Call a sampler's `set_epoch` before you ask for the next batch. After a load, a warning names
     the epochs if the sampler's epoch differs from the saved one. Loaders of Lightning's Fabric call `set_epoch` themselves,
@@ -91,7 +91,7 @@ class ReplayedLoader(Stateful):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration goes on there."""
+        """The next iteration continues at the saved position."""
         self._loaded = state_dict
         if "loader" in state_dict:
             self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined]  # it had a state then

@@ -66,5 +66,5 @@ def call_back(function: Callable[[Any], object] | None, report: object) -> None:
         return
     try:
         function(report)
-    except (Exception, CheckpointException):  # DCP's own is no Exception
+    except (Exception, CheckpointException):  # DCP's own is not an Exception
         log.exception("%r raised an exception; the save or load that it reports is not affected", function)

@@ -222,7 +222,7 @@ class Stager:
         return needs_group
 
     def memory(self) -> memoryview | None:
-        """The memory with the copy that is being saved; None: the state that is saved is no copy of this stager."""
+        """The memory with the copy that is being saved; None: the state that is saved is not a copy of this stager."""
         self.await_copy()
         return self._lease() if self._is_staged and self._lease is not None else None
 
@@ -232,11 +232,11 @@ class Stager:
             gc.collect(1)  # it is young: this does not walk through all objects of the process
 
     def note_written(self) -> None:
-        """The staged state is read no more, whether it was written or the write failed."""
+        """Call it when the staged state is no longer read, after a write or a failed one."""
         self._written.set()
 
     def close(self) -> None:
-        """Waits for the save before; then frees the memory that holds no copy any more.
+        """Waits for the previous save, then frees the memory of copies that are no longer used.
 
         Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it.
         """

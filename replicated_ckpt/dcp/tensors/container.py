@@ -42,7 +42,7 @@ def data_range(raw: memoryview) -> tuple[int, int]:
     """The position of the tensor's data in a container, and its size in bytes.
 
     Raises:
-        ValueError: `raw` is no container of one stored tensor.
+        ValueError: `raw` is not a container of one stored tensor.
     """
     record = find_records(within(raw), len(raw)).get("data/0")
     if record is None:
@@ -72,7 +72,7 @@ class TensorReader:
         """The tensor in a container; it may share memory with `raw` and is valid only as long as that keeps its bytes.
 
         Raises:
-            ValueError, RuntimeError: it is no container of a tensor.
+            ValueError, RuntimeError: it is not a container of a tensor.
         """
         start, size = self._data_range(raw)
         layout = self._layout_by_head.get(bytes(raw[:start])) if 0 < start <= TEMPLATE_BYTES_MAX else None
@@ -106,7 +106,7 @@ class TensorReader:
 
 
 def other_tensor(value: object) -> torch.Tensor:
-    """The value of a container without a plain tensor. Raises ValueError: it is no tensor at all."""
+    """The value of a container without a plain tensor. Raises ValueError: it is not a tensor at all."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"a container of {type(value).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
     return value
@@ -133,7 +133,7 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 def _view(data: memoryview, layout: _Layout) -> torch.Tensor:
     if not data:
         return empty_tensor((0,), layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)
-    # torch crashes or misreads elements at an address that is no multiple of their size.
+    # torch crashes or misreads elements at an address that is not a multiple of their size.
     if address_of(data) % layout.dtype.itemsize:
         data = memoryview(bytearray(data))
     return tensor_over(data, layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)

@@ -35,7 +35,7 @@ def _as_given(peer: AgentAddress) -> AgentAddress:
 
 
 class _Known(NamedTuple):
-    """The content of the book: addresses by node, nodes that said goodbye, and nodes that the user has removed."""
+    """The content of the book: addresses by node, nodes that announced their exit, and nodes that the user has removed."""
 
     peers: dict[str, AgentAddress]
     away: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class _Known(NamedTuple):
 
 
 class PeerBook:
-    """Addresses by node, the latest one known, and who said goodbye.
+    """The latest address of each node, and the nodes that announced their exit.
 
     The file holds tokens, so only this user can read it. Safe to use concurrently. A damaged file counts as empty. If the
     system lacks descriptors or memory to read it, all methods but `count` raise StoreError.

@@ -39,7 +39,7 @@ class Who:
         return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256, start_id)
 
     def is_duplicate_of(self, other: "Who") -> bool:
-        """Whether these are two agents of one node. One agent that answers at two addresses is no duplicate."""
+        """Whether these are two agents of one node. One agent that answers at two addresses is not a duplicate."""
         if self.node_id != other.node_id:
             return False
         # A cloned disk also counts the same starts: only the start id tells the two agents apart.

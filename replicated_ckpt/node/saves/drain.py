@@ -1,4 +1,4 @@
-"""Draining: an agent that was told to stop first finishes its part of the saves that are open."""
+"""Draining: an agent that receives SIGTERM first finishes its part of the open saves."""
 
 import logging
 import threading

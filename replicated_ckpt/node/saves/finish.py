@@ -100,7 +100,7 @@ class Finished:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        """Raises ValueError, KeyError, TypeError: the fields are invalid."""
         differing = tuple((str(name), str(node)) for name, node in fields["differing"])
         return cls(str(fields["manifest"]), tuple(map(WrittenCopies.from_json, fields["written"])), differing)
 

@@ -64,7 +64,7 @@ class InDoubtSaves:
             return found != known
 
     def settle(self, save_id: str) -> None:
-        """The save is not in doubt, or not any more."""
+        """The save is not in doubt."""
         with self._lock:
             self._by_save.pop(save_id, None)
 

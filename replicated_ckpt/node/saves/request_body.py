@@ -138,5 +138,5 @@ def _parse_length(length: str | None) -> int:
         return 0
     # int() also takes signs, "1_0" and other scripts' digits; a proxy in between reads them otherwise.
     if not length.isascii() or not length.isdigit() or len(length) > 18:
-        raise PeerProtocolError(f"Content-Length {length[:20]!r} is no size.")
+        raise PeerProtocolError(f"Content-Length {length[:20]!r} is not a size.")
     return int(length)

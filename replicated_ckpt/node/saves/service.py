@@ -221,7 +221,7 @@ class NodeService:
         return self.store.is_locked(save_id)
 
     def check_open(self, save_id: str) -> None:
-        """Raises SaveAborted: the save is not open here, or not any more."""
+        """Raises SaveAborted: the save is not open here."""
         if not self.store.is_staged(save_id):
             self._refuse_over(save_id)
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
@@ -263,7 +263,7 @@ class NodeService:
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
-        """As `LocalStore.commit`; the save is in doubt no more."""
+        """As `LocalStore.commit`. The save is no longer in doubt."""
         held = self.store.commit(save_id)
         self.in_doubt.settle(save_id)
         with self._lock:

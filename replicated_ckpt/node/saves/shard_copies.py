@@ -43,7 +43,7 @@ class WantedCopies:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        """Raises ValueError, KeyError, TypeError: the fields are invalid."""
         save_id, name = str(fields["save_id"]), str(fields["name"])
         # Both become parts of a path.
         if not is_save_id(save_id) or ShardName.parse(name) is None:
@@ -73,7 +73,7 @@ class WrittenCopies:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        """Raises ValueError, KeyError, TypeError: the fields are invalid."""
         return cls(
             str(fields["name"]),
             int(fields["size_bytes"]),

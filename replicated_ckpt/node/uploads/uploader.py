@@ -1,7 +1,7 @@
 """Uploads: each agent uploads its own node's shards, and the one that finds all of them in the bucket commits.
 
 No agent is in charge. The manifest, which every holder has, lists the shards; the bucket shows which of them are there.
-So a restarted agent looks and goes on, and a holder of a copy uploads the shards of an owner that is gone.
+So a restarted agent continues its uploads, and a node with a copy uploads the shards of a lost owner.
 """
 
 import logging

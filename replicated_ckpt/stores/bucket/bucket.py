@@ -160,7 +160,7 @@ class Bucket:
     # Bringing ----------------------------------------------------------------------------------------------------
 
     def put_shard(self, manifest: Manifest, name: str, source: UploadSource, paced: Paced) -> None:
-        """Uploads one shard of a save to where its manifest says.
+        """Uploads one shard of a save to the key that its manifest implies.
 
         Raises:
             SaveAborted, CheckpointExists: it would overwrite a shard of another save that is committed there.
@@ -288,7 +288,7 @@ class Bucket:
             log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
     def remove(self, save: BucketSave) -> None:
-        """Deletes a checkpoint, its mark first: after an interruption at any point the rest is no checkpoint."""
+        """Deletes a checkpoint, its mark first: after an interruption at any point the rest is not a checkpoint."""
         self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
         self._remove_files(save)
 

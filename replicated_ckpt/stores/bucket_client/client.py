@@ -65,7 +65,7 @@ class ObjectClient(Protocol):
         """
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects; a missing one is no error."""
+        """Removes objects; a missing one is not an error."""
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         """Aborts multipart uploads of shards under `prefix` that are older than `older_than_s`; returns their number."""

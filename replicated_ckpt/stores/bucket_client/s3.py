@@ -94,7 +94,7 @@ def can_honour(options: Mapping[str, Any]) -> bool:
 
 
 class S3Client:
-    """An ObjectClient for S3 and what speaks like it. See ObjectClient for the contract."""
+    """An ObjectClient for S3 and compatible stores. See ObjectClient for the contract."""
 
     def __init__(self, target: ObjectTarget) -> None:
         self.target = target

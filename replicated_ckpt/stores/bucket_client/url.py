@@ -96,7 +96,7 @@ class ObjectTarget:
         """The target that the user of this process named, with options from this process's environment.
 
         Raises:
-            ConfigInvalid: `url` is no URL of a bucket, or carries credentials, which would appear in manifests and logs.
+            ConfigInvalid: `url` is not a URL of a bucket, or carries credentials, which would appear in manifests and logs.
         """
         target = cls._plain(url, options)
         return cls(target.url, with_environment(target.scheme, target.options, os.environ))
@@ -190,7 +190,7 @@ class ObjectTarget:
 
         Raises:
             ConfigInvalid: the fields have environment variables, which agents refuse; else as `check_supported`.
-            KeyError, TypeError, ValueError: the fields are no target.
+            KeyError, TypeError, ValueError: the fields are invalid.
         """
         if fields.get("environment"):
             raise ConfigInvalid(

@@ -73,7 +73,7 @@ def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
 
 
 def is_refusal(error: StoreError) -> bool:
-    """Whether the system refused to read a file, as without permission. This is no evidence of damage."""
+    """Whether the system refused to read a file, as without permission. This is not evidence of damage."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _REFUSALS
 
 
@@ -333,7 +333,7 @@ def raise_shortage(exc: Exception, path: Path) -> None:
     """Called where an error of reading `path` is handled as damage. Does nothing for any other error.
 
     Raises:
-        StoreError: the process or host is out of descriptors or memory, which is no evidence of damage.
+        StoreError: the process or host is out of descriptors or memory, which is not evidence of damage.
     """
     if isinstance(exc, OSError) and exc.errno in SHORTAGES:
         raise store_error_of(exc, str(path.parent), "read", path.name) from exc

@@ -99,7 +99,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     # After mkdir: another user may have put a directory or a link there first.
     status = found = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise _denial(root, directory, status, "it is no directory", f"Remove {directory}; it is created again.")
+        raise _denial(root, directory, status, "it is not a directory", f"Remove {directory}; it is created again.")
     _check_owner(root, directory, status, {os.geteuid()})
     _check_mode(root, directory, status)
     with os.scandir(directory) as entries:
@@ -183,7 +183,7 @@ def _share(root: Path) -> None:
     """Lets the group of REPLICATED_CKPT_GROUP, if set, read all later saves under the root.
 
     Raises:
-        ConfigInvalid: there is no such group, or this user is no member of it.
+        ConfigInvalid: there is no such group, or this user is not a member of it.
     """
     name = os.environ.get(GROUP_ENV)
     if not name:

@@ -66,7 +66,7 @@ def _name_if_free(fresh: Path, path: Path) -> None:
 
 
 def check_place(root: Path) -> None:
-    """Checks that a new root is no checkpoint, lies in no other store, and has no store in it.
+    """Checks that a new root is not a checkpoint, lies in no other store, and has no store in it.
 
     Of two nested stores, the outer one would treat the inner one's checkpoints as its own.
 

@@ -111,7 +111,7 @@ class FileSink:
         done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
         if len(pieces) == 1 and done == len(pieces[0]):
             return ()
-        # For good: after an unaligned write the file's position is no multiple of a page.
+        # For good: after an unaligned write the file's position is not a multiple of a page.
         self.is_direct = switch_direct_io(self._fd, on=False)
         return (pieces[0][done:], *pieces[1:])
 

@@ -129,7 +129,7 @@ class LocalStore:
 
     def staging(self, save_id: str) -> Path:
         if not is_save_id(save_id):
-            raise ConfigInvalid(f"{save_id!r} is no save id.")
+            raise ConfigInvalid(f"{save_id!r} is not a save id.")
         return self.root / STAGING_DIR / save_id
 
     def is_staged(self, save_id: str) -> bool:
@@ -143,7 +143,7 @@ class LocalStore:
     def path_of_staged(self, save_id: str, name: str) -> Path:
         """Path of a file of a staged save, always inside its staging directory. Raises ConfigInvalid for other names."""
         if not is_checkpoint_file(name):
-            raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
+            raise ConfigInvalid(f"{name!r} is not a file of a checkpoint.")
         return self.staging(save_id) / name
 
     def begin(self, intent: Intent, *, replaces_other_runs: bool = True) -> None:
@@ -155,7 +155,7 @@ class LocalStore:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
             StoreError
         """
-        self.final(intent.checkpoint_id)  # refuses what is no id
+        self.final(intent.checkpoint_id)  # refuses what is not an id
         staging = self.staging(intent.save_id)
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             if (looked := self.catalog.look(intent.checkpoint_id)).gone:
@@ -450,7 +450,7 @@ class LocalStore:
         """
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
-        self.final(checkpoint_id)  # refuses what is no id
+        self.final(checkpoint_id)  # refuses what is not an id
         try:
             self.catalog.manifest_of(checkpoint_id, save_id)
         except ManifestVersionUnknown:

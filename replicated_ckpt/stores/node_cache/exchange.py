@@ -51,7 +51,7 @@ class Wait:
         self._quiet_s = 0.0
 
     def find_lost(self, caches: Mapping[int, OtherRankCache]) -> list[int]:
-        """The ranks that need not be waited for any more: dead, or silent for too long."""
+        """The ranks for which no rank needs to wait any longer: dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now

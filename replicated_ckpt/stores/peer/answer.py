@@ -65,7 +65,7 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
     """The JSON object in an answer. `what` begins the error text.
 
     Raises:
-        PeerProtocolError: the answer is no JSON object.
+        PeerProtocolError: the answer is not a JSON object.
     """
     try:
         answer = json.loads(raw)

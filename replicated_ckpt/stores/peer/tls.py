@@ -129,7 +129,7 @@ class PlainConnection(http.client.HTTPConnection):
 
 
 class PinnedConnection(http.client.HTTPSConnection):
-    """A connection that accepts exactly one certificate, by its fingerprint, whoever has signed it."""
+    """A connection that accepts exactly one certificate, by its fingerprint. The signature does not matter."""
 
     def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str, hint: str) -> None:
         super().__init__(host, port, timeout=timeout, context=_client_context())

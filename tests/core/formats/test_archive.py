@@ -56,7 +56,7 @@ def test_records_are_found() -> None:
         (overlapping(), "in another|two records"),
         (RAW[:-1], "does not end"),
         (RAW + b"\0", "does not end"),
-        (b"", "no zip container"),
+        (b"", "not a zip container"),
         (RAW[:-22] + b"PK\x05\x06" + struct.pack("<4H2LH", 0, 0, 9, 9, 10, 1 << 30, 0), "outside"),
     ],
 )

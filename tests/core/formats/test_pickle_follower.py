@@ -75,18 +75,18 @@ def test_what_is_shared_is_one_node() -> None:
     [
         (framed(b"J\0\0\0") + b"\0.", "beyond its end or its frame"),
         (framed(b"\x8c\x03a") + b"bc.", "beyond its end or its frame"),
-        (framed(b"cbuiltins\nse") + b"t\n.", "no complete pickle"),
+        (framed(b"cbuiltins\nse") + b"t\n.", "not a complete pickle"),
         (framed(b"]\x94(h") + b"\0e.", "beyond its end or its frame"),
         (framed(b"K") + b"\0.", "beyond its end or its frame"),
         (framed(FRAME + struct.pack("<Q", 1) + b"N."), "frame inside a frame"),
         (b"\x80\x04" + FRAME + struct.pack("<Q", 9) + FRAME + struct.pack("<Q", 0) + b"N.", "frame inside a frame"),
-        (framed(b"N"), "no complete pickle"),
+        (framed(b"N"), "not a complete pickle"),
         (b"\x80\x04N", "breaks off"),
         (b"\x80\x04(N.", "does not end with one value"),
-        (b"\x80\x04](Na.", "no complete pickle"),
-        (b"\x80\x04]N(a.", "no complete pickle"),
+        (b"\x80\x04](Na.", "not a complete pickle"),
+        (b"\x80\x04]N(a.", "not a complete pickle"),
         (b"\x80\x04}\x94(h\x00h\x00u.", "changes an object after its use"),
-        (b"\x80\x04c\n\n.", "something that is no text as a name"),
+        (b"\x80\x04c\n\n.", "something that is not text as a name"),
     ],
 )
 def test_what_could_be_read_in_two_ways_is_refused(raw: bytes, said: str) -> None:

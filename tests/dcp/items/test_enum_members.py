@@ -94,9 +94,9 @@ class Unpickled:
     ("arguments", "said"),
     [
         ((Metadata, "__init__"), "names builtins.getattr"),
-        ((MemoryFormat, "__class__"), "'__class__', which is no member of"),
-        ((MemoryFormat, "mro"), "'mro', which is no member of"),
-        ((MemoryFormat, "PRESERVE"), "'PRESERVE', which is no member of"),
+        ((MemoryFormat, "__class__"), "'__class__', which is not a member of"),
+        ((MemoryFormat, "mro"), "'mro', which is not a member of"),
+        ((MemoryFormat, "PRESERVE"), "'PRESERVE', which is not a member of"),
         ((MemoryFormat, "TORCH_PRESERVE_FORMAT", None), "names builtins.getattr"),
         (("a text", "upper"), "names builtins.getattr"),
         ((Phase, "DECAY"), "names tests.dcp.items.test_enum_members.Phase"),
@@ -129,4 +129,4 @@ def test_an_object_may_not_have_what_an_enum_else_has() -> None:
     raw = as_object(Unpickled(Phase, "describe"))
     with torch.serialization.safe_globals([Phase]), pytest.raises(ObjectUnsafe) as raised:
         load_object(raw, "trainer", "shard __0_0.distcp")
-    assert "'describe', which is no member of" in str(raised.value)
+    assert "'describe', which is not a member of" in str(raised.value)

@@ -293,7 +293,7 @@ def test_an_item_lies_in_a_shard_or_nowhere(path: str) -> None:
     metadata = pickle.loads(example())
     (index,) = metadata.storage_data
     metadata.storage_data[index] = StorageInfo(path, 0, 64)
-    with pytest.raises(MetadataUnsafe, match="no shard"):
+    with pytest.raises(MetadataUnsafe, match="is not a shard"):
         decode_metadata(pickle.dumps(metadata), "here")
     metadata.storage_data[index] = StorageInfo("__0_0.distcp", -1, 64)
     with pytest.raises(MetadataUnsafe, match="no shard"):

@@ -90,7 +90,7 @@ def test_a_node_that_does_not_answer_may_hold_what_is_missing(tmp_path: Path) ->
     checkpointed(stores, 1, EACH_ITS_OWN, copies=1)
     error = refusal(stores[0].root)
     assert isinstance(error, CheckpointExists)
-    assert f"{shard(1)} is missing" in error.message
+    assert f"Missing: {shard(1)}" in error.message
     assert f"node {stores[1].node_id()} (host1)" in error.message
     assert "overwrite=True" in error.hint
     assert held(stores[0]) == {shard(0)}

@@ -72,7 +72,7 @@ def test_an_agents_directory_that_is_a_link_is_not_followed(scratch: Path) -> No
     as_nobody(f"ln -s {scratch}/theirs {scratch}/own/.agent")
     agent_refused(scratch / "own")
     (scratch / "own").chmod(0o755)
-    assert "it is no directory" in agent_refused(scratch / "own")
+    assert "it is not a directory" in agent_refused(scratch / "own")
     assert list((scratch / "theirs").iterdir()) == []
 
 

@@ -25,7 +25,7 @@ _NO_SIZE = torch.Size(())
 
 
 class _RangePlanner(LoadPlanner):
-    """Asks a reader for ranges of bytes: each one is an item that is no tensor."""
+    """Asks a reader for ranges of bytes: each one is an item that is not a tensor."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted

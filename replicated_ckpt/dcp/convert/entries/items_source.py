@@ -222,7 +222,7 @@ def _keeper(kept: Any, key: Any) -> Callable[[memoryview], None]:
 def _find_data(head: bytes, tail: bytes, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Position of the first element in a container of `size_bytes`, if elements of this type lie there row by row.
 
-    None: they do not, or it is no such container. Only the two ends are needed: nothing between them is read.
+    None: they do not, or torch.save did not write the container. This reads only the two ends.
     """
 
     def fetch(offset: int, length: int) -> memoryview:

@@ -35,7 +35,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One entry that is no tensor. `size_bytes` is the size of its pickle, as far as known."""
+    """One entry that is not a tensor. `size_bytes` is the size of its pickle, as far as known."""
 
     key: str
     name: str
@@ -167,7 +167,7 @@ def check_plain(key: str, tensor: torch.Tensor) -> None:
     """Raises ConfigInvalid: it is sparse or quantized, or not on the CPU."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else tensor.layout
-        raise ConfigInvalid(f"{key!r} is no plain tensor ({kind}, {tensor.device}).", "Use --exclude.")
+        raise ConfigInvalid(f"{key!r} is not a plain tensor ({kind}, {tensor.device}).", "Use --exclude.")
 
 
 CountBytes = Callable[[int], None]
