@@ -14,14 +14,16 @@ os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse asks for both when
 
 
 def help_by_verb() -> dict[str, str]:
-    """What `replicated-ckpt VERB --help` prints, without the line about `--help` itself."""
+    """What `replicated-ckpt VERB --help` prints, without `--help` itself. Its usage leaves out optional flags."""
     return {verb: _help(verb) for verb in VERBS}
 
 
 def _help(verb: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         parser().parse_args([verb, "--help"])
-    return re.sub(r"\n  -h, --help .*", "", printed.getvalue()).replace(" [-h]", "")
+    usage, _, rest = re.sub(r"\n  -h, --help .*", "", printed.getvalue()).partition("\n\n")
+    required = re.sub(r" *\[-[^][]*(\[[^][]*])?]", "", " ".join(usage.split()))
+    return f"{required}\n\n{rest}"
 
 
 def help_section() -> str:
