@@ -1,5 +1,6 @@
 """Checkpoints made by hand on several stores, without torch and without agents, and a full check of what lies there."""
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,10 @@ def renumbered(name: str, number: int) -> str:
 
 
 def next_file_number(stores: Sequence[LocalStore], checkpoint_id: str) -> int:
-    """The first number for the files of a save: above those of all files of the checkpoint in these stores."""
+    """The first number for the files of a save: the smallest of numbers that are free in all of these stores."""
     taken = frozenset[int]().union(*(store.find_taken_numbers(checkpoint_id) or () for store in stores))
-    return (max(taken, default=-NUMBERS_PER_SAVE) // NUMBERS_PER_SAVE + 1) * NUMBERS_PER_SAVE
+    used = {number // NUMBERS_PER_SAVE for number in taken}
+    return next(number for number in itertools.count() if number not in used) * NUMBERS_PER_SAVE
 
 
 def file_number(stores: Sequence[LocalStore], checkpoint_id: str, save_id: str) -> int:
