@@ -123,15 +123,20 @@ class Retention:
     too; with `best_is="max"` that with its largest. If several have the best value, the newest of them is kept. A
     checkpoint without the metric, or with an infinite or NaN value, is never the best.
 
+    With `full_last`, only the newest `full_last` complete checkpoints keep their optimizer. Of each older one that is kept,
+    for whatever rule, the optimizer's files are removed: a load of the model alone still works, also with stock torch. A
+    load that asks for the optimizer raises OptimizerDropped. With `full_last=None` every kept checkpoint stays as it is.
+
     Raises:
-        ConfigInvalid: a number is not a whole number of at least 1. `keep_best` is empty or no text. `best_is` is neither
-            "min" nor "max".
+        ConfigInvalid: a number is not a whole number of at least 1. `full_last` exceeds `keep_last`. `keep_best` is empty
+            or no text. `best_is` is neither "min" nor "max".
     """
 
     keep_last: int
     keep_every: int | None = None
     keep_best: str | None = None
     best_is: BestIs = "min"
+    full_last: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep_best is not None and (not isinstance(self.keep_best, str) or not self.keep_best):
@@ -141,6 +146,9 @@ class Retention:
         object.__setattr__(self, "keep_last", check_number("Retention(keep_last=...)", self.keep_last))
         if self.keep_every is not None:
             object.__setattr__(self, "keep_every", check_number("Retention(keep_every=...)", self.keep_every))
+        if self.full_last is not None:
+            name = "Retention(full_last=...)"
+            object.__setattr__(self, "full_last", check_number(name, self.full_last, most=self.keep_last))
 
 
 @dataclass(frozen=True)

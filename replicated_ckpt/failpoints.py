@@ -55,10 +55,14 @@ POINTS: Mapping[str, str] = {
     "upload.shard-arrived": "step 8: a shard is in the bucket",
     "upload.manifest-put": "step 8: shards and manifest are in the bucket, and no mark: it is no checkpoint there",
     "upload.marked": "step 8: the mark is in the bucket, and it has not been read back",
+    "upload.slim-marked": "the mark of a save's weights is in the bucket, and so are its optimizer's objects",
     "abort.undecided": "a save that is aborted has no decision any more, its shards and its intent are still in place",
     "restore.copied": "a missing copy was pulled from a peer",
     "retire.gone": "a version that is removed is marked as gone, not durably; all of its files are there",
     "retire.recycled": "its shards are in the pool of recycled files, the rest of it is still there",
+    "slim.described": "the full metadata of a version that is slimmed has a second name, the smaller one the first",
+    "slim.named": "the smaller manifest has its name, durably; the optimizer's files are all there",
+    "slim.dropped": "the optimizer's files are removed, the full metadata is not",
 }
 """Every failpoint, with the state when it is reached."""
 

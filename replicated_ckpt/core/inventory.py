@@ -1,7 +1,7 @@
 """The inventory: the files found in the stores now, and the checkpoints that can be loaded from them, in order."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import index
 from typing import Any
@@ -20,7 +20,7 @@ class Holding:
     blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can be made
     from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and saves of one
     sequence by groups of nodes that never met. `is_replaced`: a newer save is published on that node, and this one is kept
-    until the newer one is seen whole.
+    until the newer one is seen whole. `is_slim`: the node has dropped its optimizer.
     """
 
     node_id: str
@@ -34,6 +34,7 @@ class Holding:
     lineage: str = ""
     is_replaced: bool = False
     footer_damaged: tuple[str, ...] = ()
+    is_slim: bool = False
 
     @classmethod
     def of_save(
@@ -41,7 +42,8 @@ class Holding:
     ) -> "Holding":
         """A node's holding of the save of this manifest, without damaged shards."""
         named = node_id, checkpoint_id, save.save_id, save.sequence
-        return cls(*named, has_metadata, sizes, created_unix_s=save.created_unix_s, lineage=save.lineage)
+        found = cls(*named, has_metadata, sizes, created_unix_s=save.created_unix_s, lineage=save.lineage)
+        return replace(found, is_slim=True) if save.is_slim else found
 
     @property
     def version(self) -> Version:
@@ -67,6 +69,7 @@ class Holding:
             str(fields.get("lineage", "")),
             fields.get("is_replaced") is True,
             tuple(str(name) for name in fields.get("footer_damaged", ()) if name in sizes),
+            fields.get("is_slim") is True,
         )
         if (
             # Ids and names of a peer become paths on this node.

@@ -46,6 +46,19 @@ def part_of_shard(name: str) -> Part:
     return Part(shard.index % NUMBERS_PER_SAVE)
 
 
+def is_optimizer_of(name: str, shards: Iterable[str]) -> bool:
+    """Whether a shard file has the name of an optimizer's file of the save with these shards."""
+    shard = ShardName.parse(name)
+    if shard is None or part_of_shard(name) is not Part.OPTIMIZER:
+        return False
+    return any(_save_number(other) == shard.index // NUMBERS_PER_SAVE for other in shards)
+
+
+def _save_number(shard: str) -> int | None:
+    parsed = ShardName.parse(shard)
+    return None if parsed is None else parsed.index // NUMBERS_PER_SAVE
+
+
 PREFIXES_MAX = 64
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
-from replicated_ckpt.core.parts import NUMBERS_PER_SAVE
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, WeightsEntry
+from replicated_ckpt.core.parts import NUMBERS_PER_SAVE, Part, part_of_shard
 from replicated_ckpt.core.upkeep.repair_plan import Finding
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector
@@ -18,16 +18,34 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.testing.shards import table_of
 
 METADATA = b"metadata" * 50
+WEIGHTS = b"weights" * 30
+"""The metadata of the weights alone."""
 
 
-def shard(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+def shard(rank: int, part: Part = Part.WEIGHTS) -> str:
+    return f"__{rank}_{part}.distcp"
+
+
+def with_optimizer(holders_by_shard: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """These shards, and an optimizer's beside each."""
+    return {
+        renumbered_part(name, part): held
+        for name, held in holders_by_shard.items()
+        for part in (Part.WEIGHTS, Part.OPTIMIZER)
+    }
+
+
+def renumbered_part(name: str, part: Part) -> str:
+    """The shard of the same rank and save of this part."""
+    parsed = ShardName.parse(name)
+    assert parsed is not None
+    return str(ShardName(parsed.rank, parsed.index - parsed.index % NUMBERS_PER_SAVE + part))
 
 
 def renumbered(name: str, number: int) -> str:
-    """The shard of the same rank in a version whose files have this number."""
+    """The shard of the same rank and part in a version whose files have numbers from this one on."""
     parsed = ShardName.parse(name)
-    return name if parsed is None else str(ShardName(parsed.rank, number))
+    return name if parsed is None else str(ShardName(parsed.rank, number + parsed.index % NUMBERS_PER_SAVE))
 
 
 def next_file_number(stores: Sequence[LocalStore], checkpoint_id: str) -> int:
@@ -42,7 +60,7 @@ def file_number(stores: Sequence[LocalStore], checkpoint_id: str, save_id: str) 
     for store in stores:
         if save_id in {held.save_id for held in store.catalog.holdings("", checkpoint_id)}:
             names = map(ShardName.parse, store.catalog.manifest_of(checkpoint_id, save_id).shards)
-            return max((name.index for name in names if name is not None), default=0)
+            return min((name.index for name in names if name is not None), default=0)
     return next_file_number(stores, checkpoint_id)
 
 
@@ -67,14 +85,17 @@ def checkpointed(
 ) -> Manifest:
     """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
 
-    With a `url` it is to be uploaded there, under a prefix of its own or not. Where a store has another version of the
-    checkpoint its shards have the next free number in their names, as those of a save have.
+    With shards of an optimizer it can be slimmed. With a `url` it is to be uploaded there, under a prefix of its own or
+    not. Where a store has another version of the checkpoint its shards have the next free number in their names, as those
+    of a save have.
     """
     number_in_names = file_number(stores, checkpoint_id, f"{number:032x}")
     holders_by_shard = {renumbered(name, number_in_names): held for name, held in holders_by_shard.items()}
     save_id = f"{number:032x}"
     nodes = [store.node_id() for store in stores]
-    described = METADATA * (1 + has_own_prefix)  # the bucket's follows the nodes' there
+    weights = make_weights(has_own_prefix=has_own_prefix) if any(map(_is_optimizer, holders_by_shard)) else None
+    in_bucket = METADATA if weights is None else METADATA + WEIGHTS
+    described = in_bucket * (1 + has_own_prefix)  # the bucket's follows the nodes' there
     contents = {name: os.urandom(size_bytes) for name in holders_by_shard}
     tables = {name: table_of([data]) for name, data in contents.items()}
     manifest = Manifest(
@@ -93,8 +114,9 @@ def checkpointed(
             )
             for name, held in holders_by_shard.items()
         },
-        upload=UploadEntry(url, has_own_prefix, len(METADATA), crc32c(METADATA), replaces_in_bucket) if url else None,
+        upload=UploadEntry(url, has_own_prefix, len(in_bucket), crc32c(in_bucket), replaces_in_bucket) if url else None,
         lineage=lineage,
+        weights=weights,
     )
     for index in range(len(stores)) if on is None else on:
         store = stores[index]
@@ -107,6 +129,16 @@ def checkpointed(
         store.put_small(save_id, ".manifest.json", manifest.encode())
         store.commit(save_id)
     return manifest
+
+
+def make_weights(*, has_own_prefix: bool = False) -> WeightsEntry:
+    """The entry of a manifest for the weights alone."""
+    both, there = WEIGHTS * (1 + has_own_prefix), WEIGHTS * has_own_prefix
+    return WeightsEntry(len(WEIGHTS), crc32c(both), len(there), crc32c(there), ("optim",))
+
+
+def _is_optimizer(name: str) -> bool:
+    return part_of_shard(name) is Part.OPTIMIZER
 
 
 def introduced(store: LocalStore, peers: Sequence[AgentAddress]) -> None:

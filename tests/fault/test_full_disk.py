@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_to_the_last_byte_keeps_no_retention_from_freeing_it
         full.signal(signal.SIGCONT)
         with full.peer() as client:
             load = {"lineage": LINEAGE, "sequence": 4, "save_id": f"{2:032x}", "reader": "session/1"}
-            assert client.call("POST", "/v1/sequence", load) == {"is_here": True}
+            assert client.call("POST", "/v1/sequence", load) == {"is_here": True, "is_slim": False}
         wait_for(lambda: not (stores[1].root / "step-1").exists(), 30, "the end of what is kept no longer")
         wait_for(protected(other, full), 30, "a look at what is left")
     (stores[1].root / "filler").unlink()

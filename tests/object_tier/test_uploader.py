@@ -414,7 +414,7 @@ def test_what_was_replaced_there_goes_after_a_lost_answer(tmp_path: Path) -> Non
     there = targets.bucket(url).save_of("step-1")
     assert there is not None
     assert there.save_id == newest.save_id
-    assert targets.bucket(url).is_intact(newest, shard(0))
+    assert targets.bucket(url).is_intact(newest, next(iter(newest.shards)))
     left = {path.parent.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()}
     assert left == {"step-1", newest.save_id, *(f"{number + 7:032x}" for number in (1, 2, 3))}
     assert [path.name for path in (tmp_path / "bucket/run/step-1").iterdir() if path.is_file()] == [".metadata"]

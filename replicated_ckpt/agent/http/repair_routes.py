@@ -86,7 +86,9 @@ class RepairRoutes:
         if not fields.get("is_load", True):
             return json_answer()
         self._service.pin(save_id, reader, request.peer_host)
-        return json_answer(is_here=self._service.store.catalog.checkpoint_of(save_id) is not None)
+        here = [found for _, found in self._service.store.catalog.versions() if found.save_id == save_id]
+        # After the pin: from now on its optimizer stays.
+        return json_answer(is_here=bool(here), is_slim=any(found.is_slim for found in here))
 
     def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:
         """A load has read bad bytes of this node: the file is read again here, and mended if it is bad."""

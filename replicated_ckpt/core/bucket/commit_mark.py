@@ -11,7 +11,7 @@ trusting a listing. Layout, little endian:
     f64  created_unix_s
     u32  manifest_crc    CRC32C of the manifest object's bytes
     u32  metadata_crc    CRC32C of all bytes before the mark
-    u8   has_own_prefix  1: shards and manifest lie under `<save_id>/`, 0: beside `.metadata`
+    u8   flags           1: shards and manifest lie under `<save_id>/`, else beside `.metadata`; 2: no optimizer
     u32  mark_crc        CRC32C of the mark's bytes before it
 """
 
@@ -28,6 +28,7 @@ _FAMILY = MAGIC[:-1]
 _BODY = struct.Struct("<8s16s8sQdIIB")
 MARK_BYTES = _BODY.size + 4
 _NO_LINEAGE = "0" * 16
+_OWN_PREFIX, _SLIM = 1, 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class CommitMark:
     metadata_crc32c: int
     has_own_prefix: bool
     lineage: str = ""
+    is_slim: bool = False
 
     @property
     def version(self) -> Version:
@@ -60,7 +62,7 @@ class CommitMark:
             self.created_unix_s,
             self.manifest_crc32c,
             self.metadata_crc32c,
-            self.has_own_prefix,
+            self.has_own_prefix * _OWN_PREFIX + self.is_slim * _SLIM,
         )
         return body + struct.pack("<I", crc32c(body))
 
@@ -73,7 +75,7 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     """
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
-    magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
+    magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, flags = _BODY.unpack(memoryview(tail)[:-4])
     # Its checksum is right: a newer format, which must not count as damaged and be replaced.
     if magic != MAGIC and magic.startswith(_FAMILY):
         raise ManifestVersionUnknown(f"A commit mark must begin with {magic!r}.")
@@ -81,7 +83,8 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None
     named = "" if lineage.hex() == _NO_LINEAGE else lineage.hex()
-    return CommitMark(save_id.hex(), sequence, created, manifest_crc, metadata_crc, bool(own), named)
+    own, slim = bool(flags & _OWN_PREFIX), bool(flags & _SLIM)
+    return CommitMark(save_id.hex(), sequence, created, manifest_crc, metadata_crc, own, named, slim)
 
 
 def own_prefix(save_id: str) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.parts import is_optimizer_of
 
 NodesByShard = Mapping[str, set[str]]
 
@@ -73,9 +74,14 @@ class SeenSave:
         return is_conflicting or not self.manifest.shards.keys().isdisjoint(held.sizes)
 
     def strays(self, node_id: str) -> list[str]:
-        """Shards in the node's directory that the manifest does not name."""
-        held = (holding for holding in self.found.holdings if holding.node_id == node_id)
-        return sorted(name for holding in held for name in holding.sizes if name not in self.manifest.shards)
+        """Shards in the node's directory that the manifest does not name, nor the one of a node that has the optimizer."""
+        held = [holding for holding in self.found.holdings if holding.node_id == node_id]
+        names = {name: holding for holding in held for name in holding.sizes if name not in self.manifest.shards}
+        return sorted(name for name, holding in names.items() if not self._is_dropped_elsewhere(name, holding))
+
+    def _is_dropped_elsewhere(self, name: str, holding: Holding) -> bool:
+        is_mixed = self.manifest.is_slim and not holding.is_slim
+        return is_mixed and is_optimizer_of(name, self.manifest.shards)
 
 
 def see_save(

@@ -53,8 +53,8 @@ class Policy:
 
 
 def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
-    """Agents of older versions send no `keep_best`."""
-    best = {name: fields[name] for name in ("keep_best", "best_is") if name in fields}
+    """Agents of older versions send neither `keep_best` nor `full_last`."""
+    best = {name: fields[name] for name in ("keep_best", "best_is", "full_last") if name in fields}
     return Retention(keep_last=fields["keep_last"], keep_every=fields["keep_every"], **best)
 
 

@@ -20,6 +20,7 @@ class Candidate:
 
     `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
     reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
+    `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder has it.
     """
 
     checkpoint_id: str
@@ -29,20 +30,24 @@ class Candidate:
     is_protected: bool = True
     held_back: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_full: bool = False
+    can_slim: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision on one save, and the rule behind it."""
+    """The decision on one save, and the rule behind it. `drops_optimizer`: the rule by which only its weights are kept."""
 
     checkpoint_id: str
     save_id: str
     sequence: int
     is_kept: bool
     rule: str
+    drops_optimizer: str = ""
 
     def __str__(self) -> str:
-        return f"{self.checkpoint_id} (save {self.save_id}) {'stays' if self.is_kept else 'goes'}: {self.rule}"
+        how = "stays" if self.is_kept else "goes"
+        return f"{self.checkpoint_id} (save {self.save_id}) {how}: {self.drops_optimizer or self.rule}"
 
 
 def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdict, ...]:
@@ -52,6 +57,9 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     of `keep_every`, the best by `keep_best`, the newest with all its copies, and saves that are held back. With fewer whole
     checkpoints than `keep_last`, everything is kept. A whole save is also kept while an older version of its checkpoint is,
     since its removal would publish that version again.
+
+    With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
+    `full_last` whole full ones. The newest full one with all its copies keeps it.
     """
     newest_whole: dict[str, int] = {}
     for candidate in candidates:
@@ -64,6 +72,7 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
     best = find_best(candidates, retention)
+    drops = _find_dropping(candidates, retention)
     named: set[str] = set()
     verdicts = []
     # Oldest first: whether an older version stays decides on the newer one of its name.
@@ -73,8 +82,32 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
             verdict = replace(verdict, is_kept=True, rule="an older version would get its name back")
         if verdict.is_kept:
             named.add(candidate.checkpoint_id)
+            verdict = replace(verdict, drops_optimizer=drops.get(candidate.save_id, ""))
         verdicts.append(verdict)
     return tuple(reversed(verdicts))
+
+
+def _find_dropping(candidates: Sequence[Candidate], retention: Retention) -> Mapping[str, str]:
+    """By save that loses its optimizer if it is kept, the rule."""
+    if retention.full_last is None:
+        return {}
+    full = {one.sequence for one in candidates if one.is_full and one.is_whole}
+    newest = sorted(full, reverse=True)[: retention.full_last]
+    if len(newest) < retention.full_last:
+        return {}
+    # Newer ones may have a single copy each.
+    protected = max((one.sequence for one in candidates if one.is_full and one.is_protected), default=None)
+    full_ones = plural(retention.full_last, "full checkpoint")
+    rule = f"its weights alone: it is older than {newest[-1]}, of the newest {full_ones}"
+    return {
+        one.save_id: rule
+        for one in candidates
+        if one.can_slim
+        and one.is_whole
+        and not one.held_back
+        and one.sequence < newest[-1]
+        and one.sequence != protected
+    }
 
 
 def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidate | None:
@@ -117,23 +150,26 @@ def _judge_one(
 
 @dataclass(frozen=True)
 class Removal:
-    """One node removes its files of a save."""
+    """One node removes its files of a save; `is_slimming`: those of its optimizer alone."""
 
     node_id: str
     checkpoint_id: str
     save_id: str
     rule: str
+    is_slimming: bool = False
 
     def __str__(self) -> str:
-        return f"node {self.node_id}: remove {self.checkpoint_id} (save {self.save_id}): {self.rule}"
+        what = "the optimizer of " if self.is_slimming else ""
+        return f"node {self.node_id}: remove {what}{self.checkpoint_id} (save {self.save_id}): {self.rule}"
 
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """The verdicts and removals of nodes that answer. Nodes that return later plan for themselves."""
+    """The verdicts, removals and slimmings of nodes that answer. Nodes that return later plan for themselves."""
 
     verdicts: tuple[Verdict, ...] = ()
     removals: tuple[Removal, ...] = ()
+    slimmings: tuple[Removal, ...] = ()
 
     @property
     def retired(self) -> frozenset[str]:
@@ -141,17 +177,27 @@ class RetentionPlan:
         return frozenset(verdict.save_id for verdict in self.verdicts if not verdict.is_kept)
 
     @property
+    def slimmed(self) -> frozenset[str]:
+        """The saves of which no node keeps the optimizer."""
+        return frozenset(verdict.save_id for verdict in self.verdicts if verdict.drops_optimizer)
+
+    @property
     def held_back(self) -> tuple[Verdict, ...]:
         """The saves that are kept only until an upload or a repair is done."""
         return tuple(verdict for verdict in self.verdicts if verdict.is_kept and verdict.rule in _HOLDING_BACK)
 
     def only(self, save_ids: Collection[str]) -> "RetentionPlan":
-        """The plan with only the removals of these saves."""
-        return replace(self, removals=tuple(removal for removal in self.removals if removal.save_id in save_ids))
+        """The plan with only the removals and slimmings of these saves."""
+        removals, slimmings = (
+            tuple(removal for removal in several if removal.save_id in save_ids)
+            for several in (self.removals, self.slimmings)
+        )
+        return replace(self, removals=removals, slimmings=slimmings)
 
     def of_node(self, node_id: str) -> tuple[Removal, ...]:
-        """The removals of one node, oldest checkpoint first."""
-        return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)
+        """The removals of one node, oldest checkpoint first; then its slimmings, in the same order."""
+        both = (*reversed(self.removals), *reversed(self.slimmings))
+        return tuple(removal for removal in both if removal.node_id == node_id)
 
 
 NOT_UPLOADED = "it is not in the object store yet"
@@ -192,7 +238,19 @@ def plan_retention(
         if not going.is_kept
         for node_id in sorted(holding.node_id for holding in holdings[going.save_id])
     )
-    return RetentionPlan(tuple(verdicts), removals)
+    slimmings = tuple(
+        Removal(holding.node_id, kept.checkpoint_id, kept.save_id, kept.drops_optimizer, is_slimming=True)
+        for kept in verdicts
+        if kept.drops_optimizer
+        for holding in sorted(holdings[kept.save_id], key=lambda holding: holding.node_id)
+        if _has_optimizer(holding)
+    )
+    return RetentionPlan(tuple(verdicts), removals, slimmings)
+
+
+def _has_optimizer(holding: Holding) -> bool:
+    """Whether a node has published the full save. Replaced versions stay as they are."""
+    return not (holding.is_slim or holding.is_replaced)
 
 
 def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
@@ -259,6 +317,8 @@ def _candidates(
             is_protected=copies >= wanted,
             held_back=held_back,
             metrics=metrics_of(manifest.notes),
+            is_full=manifest.weights is not None,
+            can_slim=manifest.weights is not None or (manifest.is_slim and any(map(_has_optimizer, holdings[save_id]))),
         )
 
 
@@ -335,7 +395,7 @@ def plan_prune(
         by_run.setdefault(save.run, []).append(save.candidate)
     verdicts: list[Verdict] = []
     for run, candidates in sorted(by_run.items()):
-        besides = replace(wanted_by(run) or retention, keep_last=retention.keep_last)
+        besides = replace(wanted_by(run) or retention, keep_last=retention.keep_last, full_last=None)
         both = zip(judge(candidates, retention), judge(candidates, besides), strict=True)
         verdicts += [asked if asked.is_kept else also for asked, also in both]
     return tuple(verdicts)

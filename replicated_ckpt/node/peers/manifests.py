@@ -55,14 +55,25 @@ class ManifestBook:
         return sorted(self._full_at)
 
     def of(self, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
-        """The manifest of every save that a node which answers holds, if one of those nodes returns a valid one."""
+        """The manifest of every save that a node which answers holds, if one of those nodes returns a valid one.
+
+        If any node that is not gone has dropped the optimizer, the manifest is that of the weights alone: no node copies
+        the rest.
+        """
         holders: dict[str, list[tuple[str, str]]] = {}
+        slim = set[str]()
         for view in views:
             for holding in view.holdings or ():
                 if view.presence is Presence.UP:
                     holders.setdefault(holding.save_id, []).append((view.node_id, holding.checkpoint_id))
+                if view.presence is not Presence.GONE and holding.is_slim:
+                    slim.add(holding.save_id)
         # What no node holds any more is forgotten: the book stays as small as the stores.
-        known = {save_id: manifest for save_id, manifest in self._known.items() if save_id in holders}
+        known = {
+            save_id: manifest
+            for save_id, manifest in self._known.items()
+            if save_id in holders and (save_id in slim or not manifest.is_slim)  # else the others have the optimizer
+        }
         self._cost_by_save = {
             save_id: cost
             for save_id, cost in self._cost_by_save.items()
@@ -74,7 +85,7 @@ class ManifestBook:
             if save_id not in known and (manifest := self._look_up(save_id, places, look)) is not None:
                 known[save_id] = manifest
         self._known = known
-        return known
+        return {save_id: one.slimmed() if save_id in slim and one.weights else one for save_id, one in known.items()}
 
     def _look_up(self, save_id: str, places: Sequence[tuple[str, str]], look: "_Round") -> Manifest | None:
         # This node's own copy first: it costs no request, and counts against no bound.
@@ -163,11 +174,20 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
 
 
 def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
-    """The metadata of the manifest's save, from the first source that has it intact under `checkpoint_id`."""
+    """The metadata of the manifest's save, from the first source that has it intact under `checkpoint_id`.
+
+    That of the weights alone is a part of the full one, so a node with the optimizer is a source, too.
+    """
 
     def fetch(client: AgentClient) -> bytes:
         path = file_path(checkpoint_id, manifest.save_id, METADATA_NAME)
-        metadata = client.fetch_file(path, manifest.metadata_bytes)
+        theirs = manifest
+        if manifest.is_slim:
+            raw = client.fetch("GET", file_path(checkpoint_id, manifest.save_id, MANIFEST_NAME))
+            theirs = decode_manifest(raw, client.address.label)
+        metadata = client.fetch_file(path, theirs.metadata_bytes)
+        if theirs.weights is not None and manifest.is_slim:
+            metadata = theirs.slim_metadata(metadata)
         # Stock torch unpickles this file unchecked: a damaged copy must not spread.
         if crc32c(metadata) != manifest.metadata_crc32c:
             raise ObjectCorrupt(client.address.label, "copy", METADATA_NAME, "it does not match the manifest")

@@ -31,6 +31,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.publish import read_decision
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.remove import recycle, retire
+from replicated_ckpt.stores.local.versions.slim import slim
 from replicated_ckpt.stores.threads import start_worker
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ BY_HAND = "this node's user has removed it"
 class Collector:
     """Carries out removals. Each one reads the disk again first, so an outdated plan does no harm. One thread.
 
-    `removed`: how many so far, by policy or by hand. `failed`: the removals that failed at the last look, with reasons.
+    `removed`: how many so far, by policy or by hand. `slimmed`: how many have lost their optimizer by policy. `failed`: the
+    removals that failed at the last look, with reasons.
     """
 
     def __init__(self, service: NodeService, stopping: threading.Event) -> None:
@@ -49,22 +51,23 @@ class Collector:
         self._store = service.store
         self._stopping = stopping
         self._held_back: frozenset[str] = frozenset()
-        self.removed = 0
+        self.removed = self.slimmed = 0
         self.failed: list[str] = []
 
     def status(self) -> Mapping[str, int]:
-        return {"removed": self.removed, "held_back": len(self._held_back)}
+        return {"removed": self.removed, "slimmed": self.slimmed, "held_back": len(self._held_back)}
 
     def retire(
         self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
     ) -> tuple[frozenset[str], bool]:
-        """Removes what the policies of this node's ranks retire; returns all saves that go, and whether any went here.
+        """Removes and slims what the policies of this node's ranks say; returns all saves that go, and whether this changed
+        any here.
 
         Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a removal
         only for saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent, so less is
         removed. `told`: this node's policies before the look; a policy that came later is applied after the next look.
         """
-        own, removed_before = self._service.policies.read_all(), self.removed
+        own, before = self._service.policies.read_all(), (self.removed, self.slimmed)
         self.failed = []
         agreed = agree([*own, *(policy for view in views for policy in view.node_report.policies)])
         plan = plan_retention(manifests, views, agreed)
@@ -72,13 +75,14 @@ class Collector:
         if set(own) == set(told):
             # A silent node may hold the only copies that stay: less goes until it answers.
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
-            by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
+            confirmed, brought = plan_retention(manifests, views, confirm(agreed, own)), self._find_brought(manifests)
             # Other nodes' policies can hold a removal back, never cause one: a peer's token must delete nothing here.
-            self.carry_out(careful.only(plan.retired & (by_own_word | self._find_brought(manifests))))
+            going = plan.retired & (confirmed.retired | brought) | plan.slimmed & (confirmed.slimmed | brought)
+            self.carry_out(careful.only(going))
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # no checkpoint goes that would bring new ones
         self._finish_removals()
-        return plan.retired | find_removed(views), self.removed > removed_before
+        return plan.retired | find_removed(views), (self.removed, self.slimmed) != before
 
     def _drop_recycled(self) -> None:
         try:
@@ -101,6 +105,9 @@ class Collector:
         for removal in plan.of_node(self._service.node_id):
             if self._stopping.is_set():
                 return
+            if removal.is_slimming:
+                self.slimmed += self._try_unpinned(removal, partial(slim, self._store.root, recycles=True))
+                continue
             if removal.checkpoint_id in kept or not self._try_unpinned(removal, partial(recycle, self._store.root)):
                 kept.add(removal.checkpoint_id)  # with the newer versions: it would have the name again
                 continue
@@ -124,7 +131,8 @@ class Collector:
             self.failed.append(f"{removal}: {exc}")
             return False
         if is_removed:
-            log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+            what = "the optimizer of " if removal.is_slimming else ""
+            log.info("removed %s%s (save %s): %s", what, removal.checkpoint_id, removal.save_id, removal.rule)
         return is_removed
 
     def _log_held_back(self, plan: RetentionPlan) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from replicated_ckpt.config import Retention
+from replicated_ckpt.core.bucket.commit_mark import CommitMark
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.core.upkeep.policy import NodeReport, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
@@ -25,6 +27,7 @@ from replicated_ckpt.node.uploads.upload_progress import UploadProgress
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save, remove_superseded
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +128,13 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
     try:
         for verdict in _judge(service.policies, bucket, manifest):
             # A bucket with legal holds refuses each deletion: asking for all of them takes hours.
-            if verdict.is_kept or len(refusals) == _REFUSED_MAX:
+            if len(refusals) == _REFUSED_MAX or (verdict.is_kept and not verdict.drops_optimizer):
                 continue
             try:
-                if _remove(bucket, verdict):
+                if verdict.drops_optimizer:
+                    if slim_in_bucket(bucket, verdict.checkpoint_id, verdict.save_id):
+                        log.info("%s keeps only the weights: %s", bucket.client.target.url, verdict)
+                elif _remove(bucket, verdict):
                     gone.add(verdict.save_id)
             except StoreDenied as exc:
                 refusals.append(exc)
@@ -177,8 +183,15 @@ def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention) -
             return {}
         return metrics_of(decode_manifest(bucket.manifest_raw(save), bucket.client.target.url).notes)
 
+    def candidate(save: BucketSave, mark: CommitMark) -> Candidate:
+        # Without reading its manifest: what a slimming has left of an optimizer there is removed by the next one.
+        has_optimizer = any(part_of_shard(name) is Part.OPTIMIZER for name in save.sizes)
+        is_full = has_optimizer and not mark.is_slim
+        named = save.checkpoint_id, save.save_id, mark.sequence
+        return Candidate(*named, metrics=metrics(save), is_full=is_full, can_slim=has_optimizer)
+
     return [
-        Candidate(save.checkpoint_id, save.save_id, save.mark.sequence, metrics=metrics(save))
+        candidate(save, save.mark)
         for save in bucket.saves(scope)
         if save.mark is not None and scope_of(save.checkpoint_id) == scope and save.mark.lineage == manifest.lineage
     ]

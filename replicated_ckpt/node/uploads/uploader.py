@@ -354,7 +354,12 @@ class Uploader:
         )
 
     def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
-        """Whether the save is committed there with all its objects. For an order by hand, each shard is checked, too."""
+        """Whether the save is committed there with all its objects. For an order by hand, each shard is checked, too.
+
+        Where the bucket keeps its weights alone, they are all.
+        """
+        if there.mark is not None and there.mark.is_slim and manifest.weights is not None:
+            manifest = manifest.slimmed()
         if there.save_id != manifest.save_id or not manifest.shard_sizes.items() <= there.sizes.items():
             return False
         if not self.book.is_ordered(manifest.save_id):

@@ -6,6 +6,7 @@
 <id>/.metadata                   the commit mark, written last: it names one save
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -44,6 +45,8 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
 
+SLIM_MANIFEST_NAME = ".manifest.weights.json"
+"""Of a save without its optimizer, until `.manifest.json` is its manifest, too."""
 _TAIL_BYTES = 64 << 10
 _OTHER_RUN = (
     "Give each run its own prefix. To upload this save there, run `replicated-ckpt upload ID --root ROOT --to URL`."
@@ -131,10 +134,17 @@ class Bucket:
         """
         if save.mark is None:
             raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "none")
-        key = f"{save.checkpoint_id}/{save.mark.prefix}{MANIFEST_NAME}"
+        directory = f"{save.checkpoint_id}/{save.mark.prefix}"
+        if save.mark.is_slim:
+            # Until its optimizer's removal is complete, the other name may have the full save's; then this one is missing.
+            with contextlib.suppress(ManifestInvalid, ObjectMissing):
+                return self._manifest_at(f"{directory}{SLIM_MANIFEST_NAME}", save.mark)
+        return self._manifest_at(f"{directory}{MANIFEST_NAME}", save.mark)
+
+    def _manifest_at(self, key: str, mark: CommitMark) -> bytes:
         size = self.client.size_bytes(key)
-        raw = self.small(key, min(size, MANIFEST_BYTES_MAX + 1), save.mark.manifest_crc32c)
-        if crc32c(raw) != save.mark.manifest_crc32c:
+        raw = self.small(key, min(size, MANIFEST_BYTES_MAX + 1), mark.manifest_crc32c)
+        if crc32c(raw) != mark.manifest_crc32c:
             raise ManifestInvalid(f"The manifest at {self.client.target.url}/{key} is not the one that was committed.")
         return raw
 
@@ -218,6 +228,7 @@ class Bucket:
             crc32c(raw_metadata),
             bool(prefix_of(manifest)),
             manifest.lineage,
+            manifest.is_slim,
         )
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
         if not prefix_of(manifest):
@@ -304,7 +315,7 @@ class Bucket:
         """
         client = RetryingClient(self.client)
         client.delete([f"{directory}{name}" for name in sorted(shards)])
-        client.delete([f"{directory}{MANIFEST_NAME}"])
+        client.delete([f"{directory}{name}" for name in (SLIM_MANIFEST_NAME, MANIFEST_NAME)])
 
 
 def prefix_of(manifest: Manifest) -> str:

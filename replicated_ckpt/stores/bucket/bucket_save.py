@@ -50,6 +50,7 @@ class BucketSave:
             self.sizes,
             created_unix_s=created,
             lineage=self.mark.lineage if self.mark else "",
+            is_slim=self.mark is not None and self.mark.is_slim,
         )
 
 

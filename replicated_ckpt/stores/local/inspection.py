@@ -94,7 +94,19 @@ class Inspector:
         except (ManifestInvalid, ObjectMissing) as exc:
             yield from self._of_unclaimed_files(directory, exc)
         else:
-            yield from self._of_save(directory.of_save(manifest.save_id), manifest)
+            found = list(self._of_save(directory.of_manifest(manifest), manifest))
+            if found and (slim := self._find_slimmed(directory, manifest)) is not None:
+                self.holdings.pop()  # its optimizer was removed during the read
+                found = list(self._of_save(directory.of_manifest(slim), slim))
+            yield from found
+
+    def _find_slimmed(self, directory: Committed, manifest: Manifest) -> Manifest | None:
+        """The manifest of the same save, if it was slimmed since `manifest` was read."""
+        with contextlib.suppress(ManifestInvalid, ObjectMissing):
+            now = directory.manifest()
+            if now.save_id == manifest.save_id and now.is_slim and not manifest.is_slim:
+                return now
+        return None
 
     def _of_save(self, directory: Committed, manifest: Manifest) -> Iterator[Finding]:
         """Findings of a published or replaced save."""
@@ -110,7 +122,7 @@ class Inspector:
                 footer_damaged += [shard] if self.has_damaged_footer(directory, manifest, shard) else []
         catalog = self._store.catalog
         # Once for a directory, with its published version: else each stray would be reported twice.
-        strays = [] if directory.is_replaced else catalog.list_unclaimed(catalog.look(directory.checkpoint_id))
+        strays = [] if directory.is_replaced else catalog.list_strays(catalog.look(directory.checkpoint_id))
         for name in strays:
             yield self._finding(directory, manifest.save_id, name, Problem.UNKNOWN, "no such file", "one")
         looked = catalog.look(directory.checkpoint_id).sizes

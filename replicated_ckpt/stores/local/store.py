@@ -65,6 +65,7 @@ from replicated_ckpt.stores.local.versions.publish import (
 from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
 from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_replaced, remove_unread
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
+from replicated_ckpt.stores.local.versions.slim import finish_slimming
 
 log = logging.getLogger(__name__)
 
@@ -281,6 +282,7 @@ class LocalStore:
         for shard in list_differing(staging, manifest):
             self._set_aside_staged(manifest.save_id, shard)
         finish_removals(self.catalog, self.catalog.look(name))
+        finish_slimming(self.catalog, self.catalog.look(name))
         make_names_free(self.catalog, name, manifest, staging)
         make_directories(final, self.root)
 
@@ -316,7 +318,10 @@ class LocalStore:
         if name == MANIFEST_NAME:
             return self.catalog.manifest_path(checkpoint_id, save_id)
         own = directory / version_metadata_name(save_id)
-        return own if name == METADATA_NAME and is_there(own) else directory / name
+        if name != METADATA_NAME or not is_there(own):
+            return directory / name
+        is_left = bool(self.catalog.find_left_by_slimming(self.catalog.look(checkpoint_id))[0])
+        return directory / name if is_left else own
 
     def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:
         """Removes a replaced version; False if a load reads it. The caller must have seen the newer save whole."""
@@ -326,7 +331,7 @@ class LocalStore:
             return remove_unread(self.catalog, checkpoint_id, save_id)
 
     def tidy(self, *, is_alone: bool) -> None:
-        """Completes removals that a crash interrupted. If `is_alone`, it also removes half-written files.
+        """Completes removals and slimmings that a crash interrupted. If `is_alone`, it also removes half-written files.
 
         `is_alone`: no other thread of this process receives files.
 
@@ -336,9 +341,10 @@ class LocalStore:
         with translate_errors(str(self.root), "remove", "files left by a crash"):
             for looked in self.catalog.look_at_all():
                 unfinished = looked.unfinished if is_alone else ()
-                if looked.gone or unfinished:
+                if looked.gone or unfinished or self.catalog.find_left_by_slimming(looked)[0]:
                     with exclusive(self.catalog.staging):  # so that no publication runs meanwhile
                         finish_removals(self.catalog, self.catalog.look(looked.checkpoint_id))
+                        finish_slimming(self.catalog, self.catalog.look(looked.checkpoint_id))
                         for name in unfinished:
                             (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
@@ -451,8 +457,9 @@ class LocalStore:
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
         self.final(checkpoint_id)  # refuses what is not an id
+        manifest: Manifest | None = None
         try:
-            self.catalog.manifest_of(checkpoint_id, save_id)
+            manifest = self.catalog.manifest_of(checkpoint_id, save_id)
         except ManifestVersionUnknown:
             raise
         except (ManifestInvalid, ObjectMissing):
@@ -461,7 +468,8 @@ class LocalStore:
         with translate_errors(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
                 with open_directory(self.root, checkpoint_id) as directory:
-                    return directory.of_save(save_id).open(name)
+                    version = directory.of_save(save_id) if manifest is None else directory.of_manifest(manifest)
+                    return version.open(name)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc
 

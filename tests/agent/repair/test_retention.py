@@ -90,7 +90,11 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
         gone_to(stores, [4, 6, 7])
         with running[0].client() as client:
             counted = partial(client.call, "GET", "/v1/status")  # a moment after the directory is gone
-            wait_for(lambda: counted()["protection"]["retention"] == {"removed": 4, "held_back": 0}, 20, "all four")
+            wait_for(
+                lambda: counted()["protection"]["retention"] == {"removed": 4, "slimmed": 0, "held_back": 0},
+                20,
+                "all four",
+            )
     log = (stores[0].root / "agent.out").read_text()
     assert "removed step-5 (save" in log
     assert "its sequence 5 is older than 6, of the newest 2 complete checkpoints, and not a multiple of 4" in log

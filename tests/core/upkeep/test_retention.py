@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from replicated_ckpt import Retention
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, WeightsEntry
 from replicated_ckpt.core.upkeep.collection import find_whole_versions
 from replicated_ckpt.core.upkeep.policy import NODES, NodeReport, Policy, merge_policies, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.retention import (
     Candidate,
+    Removable,
     RetentionPlan,
     judge,
+    plan_prune,
     plan_retention,
 )
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
@@ -73,6 +75,57 @@ def test_a_policy_names_the_best_to_other_nodes() -> None:
     fields = policy.to_json()
     fields["retention"] = {"keep_last": 2, "keep_every": None}
     assert Policy.from_json(fields).retention == Retention(keep_last=2)
+
+
+def with_optimizer(sequence: int, **kinds: Any) -> Candidate:
+    return replace(candidate(sequence, **kinds), is_full=True, can_slim=True)
+
+
+def drops(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
+    verdicts = judge(candidates, retention)
+    assert all(verdict.is_kept for verdict in verdicts if verdict.drops_optimizer)
+    return {verdict.sequence for verdict in verdicts if verdict.drops_optimizer}
+
+
+def test_older_checkpoints_keep_their_weights_alone() -> None:
+    """All but the newest full ones that are whole; also those that another rule keeps. Without the field none does."""
+    saves = [with_optimizer(number) for number in range(1, 7)]
+    policy = Retention(keep_last=4, keep_every=2, full_last=2)
+    assert goes(saves, policy) == {1}
+    assert drops(saves, policy) == {2, 3, 4}
+    assert drops(saves, Retention(keep_last=4)) == set()
+    best = [replace(saves[0], metrics={"loss": 0.5}), *saves[1:]]
+    assert drops(best, Retention(keep_last=2, keep_best="loss", full_last=1)) == {1, 5}
+    (oldest,) = (verdict for verdict in judge(saves, policy) if verdict.sequence == 2)
+    assert "its weights alone: it is older than 5, of the newest 2 full checkpoints" in str(oldest)
+
+
+def test_what_keeps_its_optimizer() -> None:
+    """Too few are full; one lacks a shard, is held back, or has no optimizer of its own; the newest with all its copies."""
+    policy = Retention(keep_last=9, full_last=2)
+    assert drops([with_optimizer(1), with_optimizer(2)], policy) == set()
+    assert drops([with_optimizer(1), with_optimizer(2), with_optimizer(3, whole=False)], policy) == set()
+    assert drops([candidate(5), with_optimizer(1), with_optimizer(2)], policy) == set()
+    newer = [with_optimizer(8), with_optimizer(9)]
+    assert drops([with_optimizer(1), *newer], policy) == {1}
+    assert drops([with_optimizer(1, whole=False), *newer], policy) == set()
+    assert drops([with_optimizer(1, held="wait"), *newer], policy) == set()
+    assert drops([candidate(1), *newer], policy) == set()
+    single = [with_optimizer(8, protected=False), with_optimizer(9, protected=False)]
+    assert drops([with_optimizer(1), with_optimizer(2), *single], policy) == {1}
+    assert drops([replace(candidate(1), can_slim=True), *newer], policy) == {1}, "some nodes have the optimizer still"
+
+
+def test_full_last_is_checked_and_travels() -> None:
+    """At least one, at most keep_last; as JSON and back; `prune` with fewer checkpoints takes the policy all the same."""
+    for wrong in (0, 3, True, "2"):
+        with pytest.raises(ConfigInvalid, match="full_last"):
+            Retention(keep_last=2, full_last=wrong)  # type: ignore[arg-type]
+    policy = Policy("", NODES, 3, Retention(keep_last=4, full_last=2))
+    assert Policy.from_json(json.loads(json.dumps(policy.to_json()))) == policy
+    saves = [Removable(with_optimizer(number), "a" * 16) for number in range(1, 5)]
+    verdicts = plan_prune(saves, Retention(keep_last=1), lambda _: policy.retention)
+    assert [verdict.sequence for verdict in verdicts if verdict.is_kept] == [4]
 
 
 def goes(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
@@ -206,6 +259,45 @@ def test_each_node_removes_its_part_oldest_first() -> None:
     assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
     assert "node a: remove step-1" in str(plan.of_node("a")[0])
     assert "step-4" in str(plan.verdicts[0])
+
+
+def full(sequence: int) -> Manifest:
+    """Each rank has a file of weights and one of the optimizer."""
+    found = manifest(sequence)
+    both = {name.replace("_0.distcp", f"_{part}.distcp"): one for name, one in found.shards.items() for part in (0, 1)}
+    return replace(found, shards=both, weights=WeightsEntry(2, 3, 0, 0, ("optim",)))
+
+
+def sees(node: str, full_ones: Sequence[Manifest], slim_ones: Sequence[Manifest] = (), **more: Any) -> NodeView:
+    """A node that has all files of these, and has dropped the optimizer of those."""
+    held = [holding(node, one, tuple(one.shards)) for one in full_ones]
+    held += [replace(holding(node, one), is_slim=True) for one in slim_ones]
+    return NodeView(node, more.pop("presence", UP), tuple(held), **more)
+
+
+def slimmed(plan: RetentionPlan) -> list[tuple[str, str]]:
+    return [(one.node_id, one.checkpoint_id) for one in plan.slimmings]
+
+
+def test_each_node_drops_its_part_of_an_optimizer() -> None:
+    """Also where others have dropped theirs; not a replaced version; in doubt only behind full ones with all copies."""
+    saves = [full(number) for number in (1, 2, 3)]
+    manifests, kept = by_save(saves), [policy(Retention(keep_last=3, full_last=1))]
+    plan = plan_retention(manifests, [sees("a", saves), sees("b", saves)], kept)
+    assert slimmed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
+    assert [one.checkpoint_id for one in plan.of_node("a")] == ["step-1", "step-2"]
+    assert "node a: remove the optimizer of step-1" in str(plan.of_node("a")[0])
+    assert removed(plan) == []
+    assert slimmed(plan.only({saves[0].save_id})) == [("a", "step-1"), ("b", "step-1")]
+    mixed = {**manifests, saves[0].save_id: saves[0].slimmed()}
+    views = [sees("a", saves[1:], saves[:1]), sees("b", saves)]
+    assert slimmed(plan_retention(mixed, views, kept)) == [("a", "step-2"), ("b", "step-2"), ("b", "step-1")]
+    assert plan_repair(mixed, views).is_complete
+    aside = NodeView("a", UP, tuple(replace(one, is_replaced=True) for one in sees("a", saves).holdings or ()))
+    assert slimmed(plan_retention(manifests, [aside, sees("b", saves)], kept)) == [("b", "step-2"), ("b", "step-1")]
+    alone = [sees("a", saves), sees("b", saves[:2]), sees("c", (), presence=ASSUMED)]
+    assert slimmed(plan_retention(manifests, alone, kept, in_doubt=True)) == [("a", "step-1"), ("b", "step-1")]
+    assert plan_retention(manifests, alone, [policy(Retention(keep_last=3))]).slimmings == ()
 
 
 def test_without_a_policy_nothing_goes() -> None:

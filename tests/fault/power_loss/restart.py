@@ -90,6 +90,9 @@ def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
             yield from (
                 problem for save_id in map(str, allowed) for problem in _damage_of_version(store, name, save_id)
             )
+        elif kind == "slim":
+            if name in listed and listed[name].save_id in allowed and not listed[name].is_slim:
+                yield f"checkpoint {name} has its optimizer again"
         elif kind == "peers":
             known = PeerBook(store.root_agent_directory()).read_all()
             if known not in allowed:
@@ -114,9 +117,17 @@ def _damage(store: LocalStore, name: str, manifest: Manifest, promises: Promises
     directory = store.final(name)
     kept = {of(save_id) for save_id in map(str, promises.get(f"whole {name}", ())) for of in _NAMES_OF_REPLACED}
     names = {path.name for path in directory.iterdir()} - kept
+    # Before its optimizer goes, the full metadata has the version's own name, and stock torch reads the weights.
+    own = version_metadata_name(manifest.save_id)
+    is_begun = own in names and manifest.weights is not None
+    names -= {own} if is_begun else set()
     yield from (f"{found} in {name}" for found in names if not _belongs(found))
-    if crc32c((directory / ".metadata").read_bytes()) != manifest.metadata_crc32c:
+    described = {manifest.metadata_crc32c, *([manifest.slimmed().metadata_crc32c] if is_begun else [])}
+    if crc32c((directory / ".metadata").read_bytes()) not in described:
         yield f"{name}: .metadata fails its checksum"
+    yield from _damage_of_version(store, name, manifest.save_id) if is_begun else ()
+    if manifest.is_slim:
+        yield from (f"{found} is left in {name}" for found in names - {".metadata", ".manifest.json", *manifest.shards})
     sizes = store.catalog.sizes_of(name, manifest)
     in_memory = promises.get(f"memory {name}", ())
     for shard, entry in manifest.shards.items():

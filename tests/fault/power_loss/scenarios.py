@@ -2,8 +2,8 @@
 
 Subjects of the promises: `node` (the identity), `checkpoint X` (the save ids that may be found under that id; None: no
 checkpoint), `whole X` (saves that lie there whole, published or replaced), `durable X` (the save whose shard X was
-acknowledged), `missing X` (shards that X may lack), `memory X` (shards of X that were acknowledged in memory only), and
-`peers`.
+acknowledged), `slim X` (saves of X that have lost their optimizer), `missing X` (shards that X may lack), `memory X`
+(shards of X that were acknowledged in memory only), and `peers`.
 """
 
 import errno
@@ -19,7 +19,8 @@ from unittest import mock
 from replicated_ckpt.agent.repair.mender import pull_shard
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, replaced_name, version_metadata_name
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, WeightsEntry
+from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.node.saves.receive import receive_file
 from replicated_ckpt.node.saves.request_body import Body
 from replicated_ckpt.node.saves.service import NodeService
@@ -32,6 +33,7 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.local.versions.remove import recycle, retire
+from replicated_ckpt.stores.local.versions.slim import slim
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -41,6 +43,7 @@ from tests.fault.power_loss.recorder import Recorder
 
 CHECKPOINT = "runs/seed-0/step-1"
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
+WITH_OPTIMIZER = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
 STORE = "disks/node"
 """Path of the store's root below the directory that is recorded; it does not exist at first."""
 OLD, NEW, NEXT, LAST = "1" * 32, "2" * 32, "3" * 32, "4" * 32
@@ -72,6 +75,11 @@ def metadata_of(save_id: str) -> bytes:
     return f"metadata of save {save_id}".encode()
 
 
+def weights_of(save_id: str) -> bytes:
+    """The metadata of its weights alone, behind the other one's."""
+    return f"weights of {save_id}".encode()
+
+
 def shard_file(save_id: str, shard: str) -> bytes:
     """The whole file of a shard, footer included."""
     data = shard_data(save_id, shard)
@@ -80,6 +88,8 @@ def shard_file(save_id: str, shard: str) -> bytes:
 
 def manifest_of(node_id: str, save_id: str, checkpoint_id: str, shards: Sequence[str] = SHARDS) -> Manifest:
     tables = {shard: table_of([shard_data(save_id, shard)]) for shard in shards}
+    raw, weights = described(save_id, shards), weights_of(save_id)
+    entry = WeightsEntry(len(weights), crc32c(weights), 0, 0, ("optim",))
     return Manifest(
         save_id=save_id,
         checkpoint_id=checkpoint_id,
@@ -87,14 +97,24 @@ def manifest_of(node_id: str, save_id: str, checkpoint_id: str, shards: Sequence
         created_unix_s=0.0,
         world_size=2,
         copies=1,
-        metadata_bytes=len(metadata_of(save_id)),
-        metadata_crc32c=crc32c(metadata_of(save_id)),
+        metadata_bytes=len(raw),
+        metadata_crc32c=crc32c(raw),
         nodes=(NodeEntry(node_id, "host", None, (0, 1)),),
         shards={
-            shard: ShardEntry(table.file_bytes, table.file_crc(), rank, node_id, (node_id,))
-            for rank, (shard, table) in enumerate(tables.items())
+            shard: ShardEntry(table.file_bytes, table.file_crc(), int(shard[2]), node_id, (node_id,))
+            for shard, table in tables.items()
         },
+        weights=entry if _has_optimizer(shards) else None,
     )
+
+
+def described(save_id: str, shards: Sequence[str]) -> bytes:
+    """The bytes of `.metadata` of a save with these shards."""
+    return metadata_of(save_id) + (weights_of(save_id) if _has_optimizer(shards) else b"")
+
+
+def _has_optimizer(shards: Sequence[str]) -> bool:
+    return any(part_of_shard(shard) is Part.OPTIMIZER for shard in shards)
 
 
 def no_mark(subject: str, *allowed: object) -> None:
@@ -137,18 +157,19 @@ def save(
     checkpoint_id: str = CHECKPOINT,
     before: str | None = None,
     write: Callable[[LocalStore, str, str], None] = write_own,
+    names: Sequence[str] = SHARDS,
 ) -> None:
     """One save from its opening to its commit. `before`: the save that it overwrites."""
     subject = f"checkpoint {checkpoint_id}"
     mark(subject, before)
     service = NodeService(store)
     mark("node", service.node_id)
-    shards = [renumbered(shard, next_file_number([store], checkpoint_id)) for shard in SHARDS]
+    shards = [renumbered(shard, next_file_number([store], checkpoint_id)) for shard in names]
     service.open_save(Intent(save_id, checkpoint_id, "session", overwrite=before is not None))
     for shard in shards:
         write(store, save_id, shard)
         mark(f"durable {shard}", save_id)
-    store.put_small(save_id, ".metadata", metadata_of(save_id))
+    store.put_small(save_id, ".metadata", described(save_id, shards))
     mark(subject, before, save_id)
     store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id, shards).encode())
     mark(subject, save_id)
@@ -289,6 +310,26 @@ def given_to_the_pool(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", None)
 
 
+def committed_with_optimizer(store: LocalStore) -> None:
+    save(store, no_mark, OLD, names=WITH_OPTIMIZER)
+
+
+def slimmed(store: LocalStore, mark: Marker) -> None:
+    """A checkpoint loses its optimizer: full or with its weights alone, and whole; at last the latter."""
+    mark("node", store.node_id())
+    mark(f"checkpoint {CHECKPOINT}", OLD)
+    assert slim(store.root, CHECKPOINT, OLD)
+    mark(f"slim {CHECKPOINT}", OLD)
+
+
+def slimmed_for_the_pool(store: LocalStore, mark: Marker) -> None:
+    """As `slimmed`, its files kept for the next save."""
+    mark("node", store.node_id())
+    mark(f"checkpoint {CHECKPOINT}", OLD)
+    assert slim(store.root, CHECKPOINT, OLD, recycles=True)
+    mark(f"slim {CHECKPOINT}", OLD)
+
+
 def pooled(store: LocalStore) -> None:
     committed(store)
     assert recycle(store.root, CHECKPOINT, OLD)
@@ -372,6 +413,9 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("restore of a manifest", committed, manifest_restored),
         Scenario("retirement", committed, retired),
         Scenario("files for the next save", committed, given_to_the_pool),
+        Scenario("slimming", committed_with_optimizer, slimmed),
+        Scenario("slimming without hard links", committed_with_optimizer, slimmed, has_hard_links=False),
+        Scenario("slimming for the next save", committed_with_optimizer, slimmed_for_the_pool),
         Scenario("save over recycled files", pooled, save_over_pool),
         Scenario("removal and save over its files", committed, save_after_removal),
         Scenario("replaced version gets its name back", replaced, taken_over),

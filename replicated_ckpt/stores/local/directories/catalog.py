@@ -21,6 +21,7 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.core.parts import is_optimizer_of
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import find_unreadable, is_unreadable, translate_errors
@@ -210,10 +211,25 @@ class Catalog:
             return []
         return sorted(set(looked.shards).difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
+    def list_strays(self, looked: Looked) -> list[str]:
+        """Unclaimed shard files in a directory, without those that are about to be removed."""
+        going = self.find_left_by_slimming(looked)[1]
+        return [name for name in self.list_unclaimed(looked) if name not in going]
+
     def list_only_of(self, looked: Looked, gone: Manifest) -> list[str]:
         """Shard files in a directory that only the removed version `gone` names, and no manifest there."""
         there = gone.shards.keys() & set(looked.shards)
         return sorted(there.difference(*(manifest.shards for manifest in self.versions_in(looked))))
+
+    def find_left_by_slimming(self, looked: Looked) -> tuple[str, list[str]]:
+        """The published save if its slimming is not complete, and its optimizer's files in the directory; else "", []."""
+        for manifest in self._published(looked):
+            full = looked.size_of(version_metadata_name(manifest.save_id))
+            # The full metadata has a second name until the files are removed; a replaced version has its own there.
+            if manifest.is_slim and full not in (None, manifest.metadata_bytes) and not self.list_unbelieved(looked):
+                unclaimed = self.list_unclaimed(looked)
+                return manifest.save_id, [name for name in unclaimed if is_optimizer_of(name, manifest.shards)]
+        return "", []
 
     def list_claimed(self, checkpoint_id: str) -> frozenset[str]:
         """Shard files that the replaced versions in a directory name, there or not."""
@@ -232,8 +248,7 @@ class Catalog:
 
     def _holdings_in(self, node_id: str, looked: Looked) -> Iterator[Holding]:
         for manifest in self._published(looked):
-            strays = self.list_unclaimed(looked)
-            yield self._holding(node_id, looked, manifest, {*manifest.shards, *strays}, METADATA_NAME)
+            yield self._holding(node_id, looked, manifest, {*manifest.shards, *self.list_strays(looked)}, METADATA_NAME)
         for manifest in self.replaced_in(looked):
             name = version_metadata_name(manifest.save_id)
             yield replace(self._holding(node_id, looked, manifest, set(manifest.shards), name), is_replaced=True)

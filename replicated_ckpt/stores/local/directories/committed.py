@@ -50,12 +50,24 @@ class Committed:
     """
 
     def __init__(
-        self, root: Path, checkpoint_id: str, fd: int, save_id: str = "", *, is_replaced: bool = False
+        self,
+        root: Path,
+        checkpoint_id: str,
+        fd: int,
+        save_id: str = "",
+        *,
+        is_replaced: bool = False,
+        slim: Manifest | None = None,
     ) -> None:
-        """`is_replaced`: another version is published, so the published files are never this one's."""
+        """`is_replaced`: another version is published, so the published files are never this one's.
+
+        `slim`: the version's manifest, if it has no optimizer. While that is removed, the full metadata lies under the
+        version's own name: only its size distinguishes it.
+        """
         self._root = root
         self._fd = fd
         self._save_id = save_id
+        self._slim = slim
         self.is_replaced = is_replaced
         self.checkpoint_id = checkpoint_id
 
@@ -72,6 +84,11 @@ class Committed:
     def of_save(self, save_id: str, *, is_replaced: bool = False) -> "Committed":
         """One version in the same directory. It is valid as long as this object's directory is open."""
         return Committed(self._root, self.checkpoint_id, self._fd, save_id, is_replaced=is_replaced)
+
+    def of_manifest(self, manifest: Manifest) -> "Committed":
+        """As `of_save`, for the version of this manifest."""
+        slim = manifest if manifest.is_slim else None
+        return Committed(self._root, self.checkpoint_id, self._fd, manifest.save_id, slim=slim)
 
     def is_in_place(self) -> bool:
         """Whether the directory still has the checkpoint's name."""
@@ -132,9 +149,15 @@ class Committed:
 
     def _try_open(self, name: str) -> int | None:
         try:
-            return open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
+            fd = open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
         except FileNotFoundError:
             return None
+        if self._slim is None or name != version_metadata_name(self._slim.save_id):
+            return fd
+        if os.fstat(fd).st_size == self._slim.metadata_bytes:
+            return fd
+        os.close(fd)
+        return None
 
     def disk_name(self, name: str) -> str:
         """The name that a file of this version has in the directory now."""
@@ -315,7 +338,7 @@ def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterato
         manifest = version.manifest()
         if manifest.save_id != save_id:
             raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
-        yield version, manifest
+        yield directory.of_manifest(manifest), manifest
 
 
 def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:

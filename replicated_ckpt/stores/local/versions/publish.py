@@ -5,7 +5,6 @@ Two renames of small files complete the publication. After an interruption it st
 """
 
 import contextlib
-import errno
 import os
 import uuid
 from collections.abc import Collection
@@ -21,15 +20,14 @@ from replicated_ckpt.core.layout import (
 from replicated_ckpt.core.manifest import Manifest, ShardEntry, decode_manifest, find_save_id
 from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, SaveSuperseded
-from replicated_ckpt.stores.files.durable import fsync_directory, hash_file, write_file
+from replicated_ckpt.stores.files.durable import fsync_directory, hash_file
 from replicated_ckpt.stores.files.existence import closing_fd, is_there, list_prefixed, open_plain, read_plain
+from replicated_ckpt.stores.files.links import link_file, name_small_file
 from replicated_ckpt.stores.local.directories.catalog import Catalog, manifest_readable
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.looked import crc_of_footer, is_without_footer
 from replicated_ckpt.stores.local.versions.remove import remove_unread
-
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
@@ -98,8 +96,8 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
     own, own_metadata = replaced_name(manifest.save_id), version_metadata_name(manifest.save_id)
     before = _save_id_in(directory)
     if before != manifest.save_id:
-        _name(staging / METADATA_NAME, directory / own_metadata)
-        _name(staging / MANIFEST_NAME, directory / own)
+        name_small_file(staging / METADATA_NAME, directory / own_metadata)
+        name_small_file(staging / MANIFEST_NAME, directory / own)
         failpoints.reach("commit.described")
         # After the manifest's own name: after a crash it shows whose these shards are.
         for shard in manifest.shards:
@@ -154,40 +152,18 @@ def _keep_published(directory: Path, save_id: str) -> None:
     kept = directory / version_metadata_name(save_id)
     if not is_there(kept):  # it exists after a power loss: then `.metadata` may be the new version's already
         with contextlib.suppress(FileNotFoundError):  # its metadata was lost before
-            _name(directory / METADATA_NAME, kept)
+            name_small_file(directory / METADATA_NAME, kept)
     # A link, no copy: readers lock this very file. Without hard links no version is published for an instant.
     _link_or_move(directory / MANIFEST_NAME, directory / replaced_name(save_id))
-
-
-def _name(path: Path, target: Path) -> None:
-    """Gives a small file one more name, or copies it if the file system has no hard links."""
-    if not _link(path, target):
-        write_file(target, path.read_bytes())
 
 
 def _link_or_move(path: Path, target: Path) -> None:
     """Gives a file, if it exists, one more name. Without hard links it is durably renamed."""
     with contextlib.suppress(FileNotFoundError):  # other nodes have it, or it was renamed before a crash
-        if not _link(path, target):
+        if not link_file(path, target):
             path.rename(target)
             fsync_directory(target.parent)
             fsync_directory(path.parent)
-
-
-def _link(path: Path, target: Path) -> bool:
-    """False: the file system has no hard links. Raises OSError"""
-    try:
-        if is_there(target) and os.path.samestat(path.lstat(), target.lstat()):
-            return True
-        path.lstat()
-        # A name of an interrupted try: it may be of other bytes, and link(2) does not replace.
-        target.unlink(missing_ok=True)
-        os.link(path, target, follow_symlinks=False)
-    except OSError as exc:
-        if exc.errno not in _NO_LINKS:
-            raise
-        return False
-    return True
 
 
 def _save_id_in(directory: Path) -> str:

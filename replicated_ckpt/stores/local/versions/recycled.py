@@ -19,7 +19,8 @@ from pathlib import Path
 from stat import S_ISGID, S_ISREG
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX
+from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
+from replicated_ckpt.core.parts import part_of_shard
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     is_full,
@@ -106,16 +107,20 @@ class RecycledFiles:
         self._pool = root / RECYCLED_DIR
 
     def put_files(self, directory: Path, shards: Sequence[str]) -> None:
-        """Moves shards of a removed checkpoint into the pool, and removes the pool's old files.
+        """Moves shards of a removed checkpoint into the pool, and removes the pool's old files of the same parts.
 
-        The checkpoint's removal must be durable. Files that cannot be moved stay where they are.
+        The shards' removal from the checkpoint must be durable. Files that cannot be moved stay where they are.
         """
         try:
             names = [name for name in shards if _is_usable(directory / name)]
             make_directory(self._pool)
+            parts = set(map(part_of_shard, names))
             for path in self._files():
-                if path.name.replace(_SUFFIX, SHARD_SUFFIX) not in names:
-                    # One generation only: the pool must not grow beyond the size of one checkpoint.
+                name = path.name.replace(_SUFFIX, SHARD_SUFFIX)
+                is_other_part = ShardName.parse(name) is not None and part_of_shard(name) not in parts
+                # One generation only: the pool must not grow beyond the size of one checkpoint. Where one checkpoint loses
+                # its optimizer, and an older one is removed, the pool has parts of both.
+                if name not in names and not (names and is_other_part):
                     path.unlink(missing_ok=True)
             for name in names:
                 (directory / name).rename(self._pool_path(name))

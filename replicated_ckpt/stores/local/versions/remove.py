@@ -30,6 +30,7 @@ from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.looked import Looked
 from replicated_ckpt.stores.local.versions.readers import unread
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.local.versions.slim import finish_slimming
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = Fa
 
 def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
     """Removes a version, published or replaced; False if a load reads it. The caller holds `exclusive`."""
+    finish_slimming(catalog, catalog.look(checkpoint_id))  # else the optimizer's files would stay, as of no version
     if not _mark_as_gone(catalog, checkpoint_id, save_id):
         return False
     finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)

@@ -1,0 +1,97 @@
+"""SIGKILL while checkpoints lose their optimizer, at each failpoint and at random moments: each is full or slim, whole."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import HOME
+from tests.agent.checkpoints import METADATA, WEIGHTS, checkpointed, findings, held, shard, with_optimizer
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+POINTS = [name for name in failpoints.POINTS if name.startswith("slim.")]
+RANKS, STEPS, KILLS = 12, range(1, 9), 12
+SLIM = """
+import sys
+from pathlib import Path
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.slim import slim
+root = Path(sys.argv[1])
+LocalStore(root).tidy(is_alone=True)
+print("begun", flush=True)
+for name, manifest in list(LocalStore(root).catalog.committed()):
+    slim(root, name, manifest.save_id, recycles=manifest.sequence % 2 == 0)
+"""
+
+
+def slimming(store: LocalStore, **environment: str) -> "subprocess.Popen[str]":
+    """A process that slims every checkpoint; it has begun when this returns."""
+    words = [sys.executable, "-c", SLIM, str(store.root)]
+    process = subprocess.Popen(
+        words, env={**os.environ, "PYTHONPATH": str(HOME), **environment}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def stored(folder: Path) -> LocalStore:
+    store = LocalStore(folder)
+    whole = with_optimizer({shard(rank): (0,) for rank in range(RANKS)})
+    for number in STEPS:
+        checkpointed([store], number, whole, checkpoint_id=f"step-{number}", size_bytes=3000)
+    return store
+
+
+def count_slim(store: LocalStore) -> int:
+    """How many have lost their optimizer; every file of each is intact, and readers get the metadata of its manifest."""
+    assert findings(store) == []
+    for number in STEPS:
+        manifest = store.catalog.manifest(f"step-{number}")
+        assert held(store, f"step-{number}") == set(manifest.shards)
+        assert len(manifest.shards) == RANKS if manifest.is_slim else 2 * RANKS
+        with open_committed_save(store.root, f"step-{number}", manifest.save_id) as (version, _):
+            assert version.raw_metadata(manifest) == (WEIGHTS if manifest.is_slim else METADATA + WEIGHTS)
+    return sum(manifest.is_slim for _, manifest in store.catalog.committed())
+
+
+def check_over(store: LocalStore) -> None:
+    """Once it is done, only the weights are left."""
+    with slimming(store) as process:
+        assert process.wait(60) == 0
+    assert count_slim(store) == len(STEPS)
+    weights = {".metadata", ".manifest.json", *(shard(rank) for rank in range(RANKS))}
+    assert all({path.name for path in (store.root / f"step-{number}").iterdir()} == weights for number in STEPS)
+    assert all((store.root / f"step-{number}" / ".metadata").read_bytes() == WEIGHTS for number in STEPS)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_each_step(tmp_path: Path, point: str) -> None:
+    """The third checkpoint is full before the rename and slim after it."""
+    store = stored(tmp_path / "store")
+    with slimming(store, **{failpoints.ENV: f"{point}=kill@3"}) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    assert count_slim(store) == (2 if point == "slim.described" else 3)
+    check_over(store)
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """One after the other on one store, until all are slim."""
+    store, drawn = stored(tmp_path / "store"), random.Random(0)
+    before = 0
+    for _ in range(KILLS):
+        with slimming(store) as process:
+            time.sleep(drawn.uniform(0.0, 0.03))
+            process.kill()
+        after = count_slim(store)
+        assert after >= before
+        before = after
+    check_over(store)
