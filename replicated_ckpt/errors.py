@@ -175,6 +175,25 @@ class ShardLost(ReplicatedCkptError):
         self.shards, self.owner_by_shard = tuple(sorted(owner_by_shard)), dict(owner_by_shard)
 
 
+class OptimizerDropped(ReplicatedCkptError):
+    """A load asks for the optimizer of a checkpoint that keeps its weights alone; no tensor was changed.
+
+    `dropped`: the prefixes of the names of the entries that were dropped. `newest_full`: the newest checkpoint of the
+    run with all its entries, as far as the load has seen one; else "".
+    """
+
+    def __init__(self, checkpoint_id: str, dropped: Sequence[str], newest_full: str = "") -> None:
+        names = list_some([*map(repr, dropped)], _CHOICES_MAX)
+        full = f"load {newest_full!r}, the newest full checkpoint" if newest_full else "load a newer checkpoint"
+        super().__init__(
+            f"Checkpoint {checkpoint_id!r} keeps its weights alone: {names} was dropped, by Retention(full_last=...) or "
+            "`replicated-ckpt slim`.",
+            f"Leave {names} out of the state dict to load the weights, or {full}; `ls` lists which are full.",
+        )
+        self.args = (checkpoint_id, tuple(dropped), newest_full)
+        self.checkpoint_id, self.dropped, self.newest_full = checkpoint_id, tuple(dropped), newest_full
+
+
 class SaveAborted(ReplicatedCkptError):
     """This save was aborted, or another save of the id began; the previous checkpoint of this id still loads."""
 

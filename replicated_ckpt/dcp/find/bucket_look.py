@@ -13,11 +13,15 @@ LOOK_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class InBucket:
-    """A save's files in the bucket. `metadata_crc32c` None: stock torch wrote it, and it has no checksums of ours."""
+    """A save's files in the bucket. `metadata_crc32c` None: stock torch wrote it, and it has no checksums of ours.
+
+    `is_slim`: the bucket has dropped its optimizer.
+    """
 
     prefix: str
     metadata_bytes: int
     metadata_crc32c: int | None
+    is_slim: bool = False
 
     @property
     def is_unmanaged(self) -> bool:
@@ -27,7 +31,7 @@ class InBucket:
     def of(cls, save: BucketSave) -> "InBucket":
         if save.mark is None:
             return cls("", save.metadata_bytes, None)
-        return cls(save.mark.prefix, save.metadata_bytes, save.mark.metadata_crc32c)
+        return cls(save.mark.prefix, save.metadata_bytes, save.mark.metadata_crc32c, save.mark.is_slim)
 
 
 class BucketLook:

@@ -61,7 +61,8 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are newer.
 
     An agent that does not answer is left out: this load reads nothing from it. Returns the nodes that answer that the
-    save does not lie there, as every node does for a mere look; and the nodes that are silent.
+    save does not lie there, as every node does for a mere look, or that have dropped its optimizer since they listed it;
+    and the nodes that are silent.
     """
     silent = {*survey.silent}
     # Stock torch wrote it: without a lineage there is nothing that agents could pin.
@@ -73,9 +74,13 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
     document["is_load"] = world.is_load
 
+    full = {holding.node_id for holding in survey.found.holdings if not holding.is_slim}
+
     def tell(address: AgentAddress) -> bool:
         with AgentClient(address) as client:
-            return client.call("POST", "/v1/sequence", document).get("is_here") is not False
+            answer = client.call("POST", "/v1/sequence", document)
+        is_slimmed = answer.get("is_slim") is True and address.node_id in full
+        return answer.get("is_here") is not False and not is_slimmed
 
     outcome = FanOut.run((address for address in addresses if address.node_id not in silent), tell)
     silent |= {address.node_id for address, error in outcome.errors.items() if is_time_out(error)}

@@ -63,14 +63,17 @@ class _Lister(Surveyor):
         assert newest is not None, asked
         newest = newest.choose_directory(save.checkpoint_id for save in saves)
         for save in choose_lineage(asked, saves, self._lineage, newest).saves:
-            manifest = self._read_manifest(save)
-            if manifest is not None:
-                seen = with_unclaimed_files(save, manifest, self.unclaimed)
-                place = save.version.lineage, save.sequence
-                is_whole = seen.is_whole(manifest.shard_sizes, seen.damaged_copies)
+            forms = self._find_forms(save)
+            if forms:
+                manifest, place = forms[0][2], (save.version.lineage, save.sequence)
+                is_whole = any(self._is_whole(form, manifest) for form, _, manifest in forms)
                 of_manifest = manifest.created_unix_s, is_whole, manifest.notes
                 found.append(Listed(manifest.checkpoint_id, *of_manifest, *place))
         return tuple(found)
+
+    def _is_whole(self, save: SaveFound, manifest: Manifest) -> bool:
+        seen = with_unclaimed_files(save, manifest, self.unclaimed)
+        return seen.is_whole(manifest.shard_sizes, seen.damaged_copies)
 
 
 def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, lineage: str) -> tuple[Listed, ...]:

@@ -124,7 +124,8 @@ class Survey:
     has no checksums. `skipped` is set if a newer save is not whole, or if silent nodes may have a newer save. `lineages`
     are the lineages in the directory of the save's id, with the chosen lineage first. `sequence_max` is the largest
     sequence of the chosen lineage. `load_id` is the same on all ranks that load together, and differs between loads.
-    `silent` are nodes that answered at first, and then let a time-out pass.
+    `silent` are nodes that answered at first, and then let a time-out pass. `newest_full`: of a save without its optimizer,
+    the newest checkpoint of its run with one, as far as it was seen.
     """
 
     manifest_raw: str
@@ -138,6 +139,7 @@ class Survey:
     load_id: str = ""
     silent: tuple[str, ...] = ()
     skipped: str = ""
+    newest_full: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -265,21 +267,23 @@ class Surveyor:
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
         passed: list[SkippedSave] = []
         for save in choice.saves:
-            raw = self._manifest_raw(save)
-            if raw is None:
+            forms = self._find_forms(save)
+            if not forms:
                 # Its manifest was listed, and no copy passes its checks: a newer checkpoint must not vanish without a word.
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 passed.append(SkippedSave(save))
                 continue
-            manifest = decode_manifest(raw.encode(), "a holder")
-            bad, seen = save.damaged_copies, with_unclaimed_files(save, manifest, self.unclaimed)
-            # Whole is not enough: ranks whose agents hang read their own disks only, and need the metadata there.
-            if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
-                told = describe_skipped(seen, passed, self._places(), self._find_unread())
-                if self._newest is not None:
-                    told = told or describe_silent(seen, manifest, self._own_node, self._searched)
-                return replace(self._survey(seen.holdings, raw, seen.save_id), skipped=told)
-            passed.append(SkippedSave(seen, raw, manifest))
+            for form, raw, manifest in forms:
+                bad, seen = form.damaged_copies, with_unclaimed_files(form, manifest, self.unclaimed)
+                # Whole is not enough: ranks whose agents hang read their own disks only, and need the metadata there.
+                if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
+                    told = describe_skipped(seen, passed, self._places(), self._find_unread())
+                    if self._newest is not None:
+                        told = told or describe_silent(seen, manifest, self._own_node, self._searched)
+                    survey = self._survey(seen.holdings, raw, seen.save_id)
+                    return replace(survey, skipped=told, newest_full=self._find_newest_full(manifest))
+            form, raw, manifest = forms[0]
+            passed.append(SkippedSave(with_unclaimed_files(form, manifest, self.unclaimed), raw, manifest))
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         # The most precise reason first: a newer format, then a damaged manifest, then nothing at all.
         if not lost:
@@ -295,6 +299,38 @@ class Surveyor:
         if self._newest is not None and not save.has_any(manifest.shards):
             raise absence.describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
+
+    def _find_forms(self, save: SaveFound) -> list[tuple[SaveFound, str, Manifest]]:
+        """The save with its manifest; if some holders have dropped its optimizer, first the full one, then the other.
+
+        Each form counts the metadata of its own holders alone. Empty: no holder's manifest passes its checks.
+        """
+        found: list[tuple[SaveFound, str, Manifest]] = []
+        kinds = {holding.is_slim for holding in save.holdings}
+        for is_slim in sorted(kinds):
+            own = tuple(holding for holding in save.holdings if holding.is_slim is is_slim)
+            raw = self._manifest_raw(replace(save, holdings=own))
+            if raw is None:
+                continue
+            manifest = decode_manifest(raw.encode(), "a holder")
+            holdings = tuple(
+                holding if holding.is_slim is manifest.is_slim else replace(holding, has_metadata=False)
+                for holding in save.holdings
+            )
+            found.append((replace(save, holdings=holdings), raw, manifest))
+        return found
+
+    def _find_newest_full(self, manifest: Manifest) -> str:
+        """The newest checkpoint with an optimizer of the run of a save that has lost it, as far as it was seen; else ""."""
+        if not manifest.is_slim:
+            return ""
+        seen = [holding for save in self.saves for holding in save.holdings] + self._beside
+        slim = {holding.save_id for holding in seen if holding.is_slim}
+        full = [
+            one for one in seen if one.lineage == manifest.lineage and one.save_id not in slim and not one.is_replaced
+        ]
+        newest = max(full, key=lambda holding: holding.sequence, default=None)
+        return "" if newest is None else newest.checkpoint_id
 
     def _find_directory(self, checkpoint_id: str) -> Newest | None:
         """The directory that "latest" means, by all that was seen, readable or not; None: the id of one checkpoint.
@@ -387,7 +423,9 @@ class Surveyor:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
                 # Another process may have published a newer save since the listing: then the file is of that one.
-                if decode_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
+                found = decode_manifest(raw, f"node {holding.node_id}")
+                # Or a slimming has ended since: then the listed files are those of the full one.
+                if (found.save_id, found.is_slim) == (save.save_id, holding.is_slim):
                     return raw.decode()
                 self.moved.add((holding.node_id, save.save_id))
             except (ReplicatedCkptError, OSError) as exc:
@@ -408,7 +446,8 @@ class Surveyor:
 
     def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:
         own = () if self._own_address is None else (self._own_address,)
-        bucket = InBucket.of(self._in_bucket[save_id]) if save_id in self._in_bucket else None
+        there = self._in_bucket.get(save_id)
+        bucket = None if there is None else InBucket.of(there)
         found = manifest_raw, holdings, (*own, *self._by_node.values()), self._places(), bucket
         silent = tuple(self.unanswered)
         return Survey(*found, lineages=self._lineages, sequence_max=self._sequence_max, silent=silent)

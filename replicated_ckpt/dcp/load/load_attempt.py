@@ -27,6 +27,7 @@ from replicated_ckpt.dcp.find.keeping import tell_load
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
 from replicated_ckpt.dcp.find.rendezvous import RENDEZVOUS_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.load.dropped_entries import refuse_dropped
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.load_report import LoadReport
@@ -267,6 +268,10 @@ class LoadAttempt:
         if len(self._survey.lineages) > 1:
             warn(describe_lineages(self._survey.lineages), self._parts.made_at)
         return metadata
+
+    def refuse_dropped(self, metadata: Metadata) -> Metadata:
+        """The metadata for a planner, whose look-up of an entry that the checkpoint has dropped raises OptimizerDropped."""
+        return refuse_dropped(metadata, self._survey.manifest, self._survey.newest_full)
 
     def check_failure(self) -> None:
         """Raises the error that kept this rank from reading the metadata."""

@@ -93,13 +93,15 @@ def _read_copies(
     place, named.
     """
     save, own_node = survey.found, store.read_node_id()
-    if any(holding.node_id == own_node for holding in save.holdings):
+    # Where only some nodes have dropped the optimizer, the others' metadata is of other bytes.
+    is_slim = survey.manifest.is_slim
+    if any(holding.node_id == own_node and holding.is_slim is is_slim for holding in save.holdings):
         yield from _read_own(store, survey, own_node, problems)
     # A hash spreads the ranks: a thousand of them must not all ask the first node.
     peers = sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode()))
     having = {holding.node_id for holding in save.holdings if holding.has_metadata} - silent
     yield from _read_peers((peer for peer in peers if peer.node_id in having), survey, problems, silent)
-    if bucket is not None and survey.in_bucket is not None:
+    if bucket is not None and survey.in_bucket is not None and survey.in_bucket.is_slim is is_slim:
         yield from _read_bucket(bucket, survey.in_bucket, save, problems)
     yield from _read_peers((peer for peer in peers if peer.node_id not in having), survey, problems, silent)
 

@@ -224,14 +224,15 @@ class ReplicatedReader(StorageReader):
                 self._world.watch_call()
                 self._parts.planning.begin_pause()
             metadata = self._under_way.read_metadata()
+            if find_call() is not None:
+                return self._under_way.refuse_dropped(metadata)
         except Exception as exc:
             self._attempt.fail(exc)
             if find_call() is None:
                 raise
             return UnreadMetadata(exc)
         # A look by hand: nothing reads shards after it, so nothing is kept.
-        if find_call() is None:
-            self.let_go()
+        self.let_go()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

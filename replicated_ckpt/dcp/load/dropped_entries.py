@@ -1,0 +1,37 @@
+"""The entries of a checkpoint whose optimizer was dropped: a load that asks for one of those gets an error of ours."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
+
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.parts import is_dropped
+from replicated_ckpt.errors import OptimizerDropped
+
+
+class EntriesLeft(dict[str, STORAGE_TYPES]):
+    """The entries that are left, by name. Planners look names up here before they plan a read."""
+
+    def __init__(self, left: Mapping[str, STORAGE_TYPES], dropped: tuple[str, ...], error: OptimizerDropped) -> None:
+        super().__init__(left)
+        self._dropped, self._error = frozenset(dropped), error
+
+    def __contains__(self, name: object) -> bool:
+        """Raises OptimizerDropped: the entry is not there, and its name is one of the optimizer's."""
+        if super().__contains__(name):
+            return True
+        if isinstance(name, str) and is_dropped(name, self._dropped):
+            raise self._error
+        return False
+
+    def __missing__(self, name: str) -> STORAGE_TYPES:
+        raise self._error if is_dropped(name, self._dropped) else KeyError(name)
+
+
+def refuse_dropped(metadata: Metadata, manifest: Manifest, newest_full: str) -> Metadata:
+    """The metadata; of a checkpoint without its optimizer, each look-up of an entry that was dropped raises."""
+    if not manifest.is_slim:
+        return metadata
+    error = OptimizerDropped(manifest.checkpoint_id, manifest.dropped, newest_full)
+    return replace(metadata, state_dict_metadata=EntriesLeft(metadata.state_dict_metadata, manifest.dropped, error))
