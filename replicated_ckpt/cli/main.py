@@ -22,6 +22,7 @@ VERBS = {
     "upload": "checkpoints.upload",
     "export": "convert.export",
     "import": "convert.import_",
+    "slim": "removal.slim",
     "rm": "removal.rm",
     "prune": "removal.prune",
     "drain": "nodes.drain",

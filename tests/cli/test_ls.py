@@ -46,10 +46,10 @@ def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
         code, found = as_json("ls", "--root", nodes[0].root)
     assert (done.returncode, code, done.stderr) == (ExitCode.OK, ExitCode.OK, "")
     header, *rows = done.stdout.splitlines()
-    assert header.split() == ["ID", "SAVED", "AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET"]
+    assert header.split() == ["ID", "SAVED", "AT", "STEP", "CONTENT", "SIZE", "COPIES", "HOSTS", "BUCKET"]
     assert rows[0].startswith("final ")
     assert rows[1].split()[:2] == ["run/step-100", "-"]
-    assert " 100   1 MB  2 of 2 " in line_of(done.stdout, "run/step-100")
+    assert " 100   full     1 MB  2 of 2 " in line_of(done.stdout, "run/step-100")
     assert "host0, host1" in line_of(done.stdout, "run/step-100")
     assert rows[2] == "2 checkpoints, 2 MB in one copy of each; 2 of 2 nodes answered"
     by_id = {row["checkpoint_id"]: row for row in found["checkpoints"]}

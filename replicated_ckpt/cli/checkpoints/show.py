@@ -100,6 +100,7 @@ def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
     facts = {
         "saved at": format_moment(manifest.created_unix_s),
         "step": "-" if row.step is None else str(row.step),
+        "content": f"weights, without {', '.join(manifest.dropped)}" if manifest.is_slim else row.content,
         "size": f"{describe_bytes(row.size_bytes or 0)} in one copy",
         "save": manifest.save_id,
         "run": f"lineage {manifest.lineage or 'without a name'}, save number {manifest.sequence}",

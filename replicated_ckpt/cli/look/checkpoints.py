@@ -31,7 +31,8 @@ from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
-HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
+HEADER = ("ID", "SAVED AT", "STEP", "CONTENT", "SIZE", "COPIES", "HOSTS", "BUCKET")
+FULL, WEIGHTS = "full", "weights"
 WHOLE, SHORT, NOT_SEEN, LOST, OVERWRITTEN = "whole", "short", "not seen", "lost", "overwritten"
 DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
 RETIRED = "being retired"
@@ -48,7 +49,8 @@ class CheckpointSeen:
     intact copy was seen. `not_reached` are the nodes that should have a copy of a file with too few copies, and did not
     answer. `removed_on` are the nodes whose user has removed the save. `bucket` is "there", "on its way", "not there",
     "unknown", or "" if the save is not meant for a bucket. `is_mendable`: damaged copies of each missing file may together
-    make an intact copy.
+    make an intact copy. `content`: "full"; "weights" if a node that has it, or else
+    the bucket, has dropped its optimizer; "" if that is unknown.
     """
 
     checkpoint_id: str
@@ -68,6 +70,7 @@ class CheckpointSeen:
     bucket: str = ""
     note: str = ""
     is_mendable: bool = False
+    content: str = ""
 
     @property
     def step(self) -> int | None:
@@ -133,6 +136,7 @@ class CheckpointSeen:
             self.checkpoint_id,
             format_moment(self.saved_unix_s),
             "-" if self.step is None else str(self.step),
+            self.content or "-",
             "-" if self.size_bytes is None else describe_bytes(self.size_bytes),
             self.describe_copies(seen),
             list_some(hosts, _HOSTS_MAX) or "-",
@@ -168,6 +172,8 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
     )
     # The bucket is not a node: what lies there is no copy that a node's loss leaves.
     on_nodes = tuple(holding for holding in save.holdings if holding.node_id != OBJECT_NODE)
+    is_slim = any(holding.is_slim for holding in on_nodes or save.holdings)
+    row = replace(row, content=WEIGHTS if is_slim else FULL)
     if manifest is None or not on_nodes:
         largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
         return replace(row, size_bytes=sum(largest.values()))

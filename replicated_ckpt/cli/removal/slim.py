@@ -1,0 +1,144 @@
+"""`replicated-ckpt slim ID`: one checkpoint on this node loses its optimizer, and keeps the model alone."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+
+from replicated_ckpt.cli.checkpoints.ls import name_bucket
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
+from replicated_ckpt.cli.look.given_root import open_store
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import pending, scope_of
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.remove import renamed_refusal
+from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.wording import describe_bytes
+
+HELP = "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", metavar="ID", help="the checkpoint")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    parser.add_argument(
+        "--object-store", metavar="URL", help="also in this bucket, with credentials from the environment"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="also of the last full checkpoint of a run, or before its upload has ended"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed; change nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+@dataclass
+class Slimmed:
+    """What became of the checkpoint. `refused`: why nothing was changed; `kept`: why it is still full here, if it is."""
+
+    checkpoint_id: str
+    save_id: str
+    dropped: list[str]
+    refused: str = ""
+    kept: str = ""
+    freed_bytes: int = 0
+    in_bucket: str = ""
+    full_on: list[str] = field(default_factory=list)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if no node that answers has its optimizer any more; FAILED if it was refused, or others have it."""
+    store = open_store(arguments.root)
+    target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
+    seen = look_at_nodes(store)
+    rows = list_checkpoints(seen)
+    manifest = store.catalog.find_manifest(arguments.id)
+    if manifest is None:
+        where = " Run the command on a node that has it."
+        raise describe_absent(store, seen, arguments.id, where)
+    if manifest.checkpoint_id != arguments.id:
+        raise renamed_refusal(arguments.id, manifest.checkpoint_id, store.root)
+    gone = manifest.dropped or (manifest.weights.dropped if manifest.weights is not None else ())
+    outcome = Slimmed(arguments.id, manifest.save_id, list(gone))
+    outcome.refused = "" if arguments.force else _find_refusal(manifest, rows, seen)
+    if not gone:
+        outcome.refused = "has no optimizer in files of its own, or nothing else"
+    outcome.full_on = _list_full(manifest, seen)
+    if not (outcome.refused or arguments.dry_run):
+        _drop(store, manifest, outcome)
+        if target is not None:
+            with closing(open_client(target)) as client:
+                slim_in_bucket(Bucket(client), arguments.id, manifest.save_id)
+            outcome.in_bucket = target.url
+    if arguments.json:
+        print(json.dumps({"dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
+    else:
+        print("\n".join(_describe(outcome, manifest, store, seen, dry_run=arguments.dry_run)))
+    return ExitCode.FAILED if outcome.refused or outcome.kept or outcome.full_on else ExitCode.OK
+
+
+def _find_refusal(manifest: Manifest, rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
+    """Why it stays full without --force, in words that go behind its name; "" if nothing speaks against it."""
+    if manifest.is_slim:
+        return ""
+    others = (row for row in rows if row.save_id != manifest.save_id and row.lineage == manifest.lineage)
+    if not any(
+        _is_full(row, seen) for row in others if scope_of(row.checkpoint_id) == scope_of(manifest.checkpoint_id)
+    ):
+        return "is the last full checkpoint of its run that was seen"
+    if manifest.save_id in pending(held.node_report for held in seen.holdings_by_node.values()):
+        return "is not in its bucket yet"
+    return ""
+
+
+def _is_full(row: CheckpointSeen, seen: NodesSeen) -> bool:
+    """Whether the run could resume from it: it is whole, and has an optimizer."""
+    known = seen.manifests.get(row.save_id)
+    has_optimizer = known is not None and known.weights is not None
+    is_whole = row.state == IN_BUCKET or bool(row.copies_seen)
+    return row.content == FULL and has_optimizer and is_whole and not row.removed_on
+
+
+def _list_full(manifest: Manifest, seen: NodesSeen) -> list[str]:
+    """The other nodes that have published the full save."""
+    held = [holding for holding in seen.holdings if holding.save_id == manifest.save_id]
+    full = {one.node_id for one in held if not (one.is_slim or one.is_replaced)}
+    return sorted(full - {seen.own_node})
+
+
+def _drop(store: LocalStore, manifest: Manifest, outcome: Slimmed) -> None:
+    before = sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
+    is_slimmed = slim(store.root, manifest.checkpoint_id, manifest.save_id)
+    outcome.freed_bytes = before - sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
+    if not is_slimmed and not manifest.is_slim:
+        outcome.kept = "a load reads it, or its save has not ended on this node; run the command again later"
+
+
+def _describe(outcome: Slimmed, manifest: Manifest, store: LocalStore, seen: NodesSeen, *, dry_run: bool) -> list[str]:
+    name, names = outcome.checkpoint_id, ", ".join(outcome.dropped)
+    if outcome.refused:
+        return [
+            f"refused: {name} {outcome.refused}; nothing was changed",
+            *(["next step: `ls` lists the other checkpoints; --force slims this one all the same"] if names else []),
+        ]
+    left = [f"still full on {seen.list_names(outcome.full_on)}: run the same command there"] if outcome.full_on else []
+    if dry_run:
+        sizes = store.catalog.look(name).sizes
+        kept = manifest.shards if manifest.is_slim else manifest.slimmed().shards
+        size = sum(size for shard, size in sizes.items() if shard in manifest.shards and shard not in kept)
+        return [
+            f"would remove {names} of {name} (save {outcome.save_id}) from this node: {describe_bytes(size)}",
+            *left,
+        ]
+    if outcome.kept:
+        return [f"kept: {name}: {outcome.kept}"]
+    lines = [
+        f"{name} keeps its weights alone on this node: {names} was removed ({describe_bytes(outcome.freed_bytes)} freed)"
+    ]
+    lines += [f"the same in {outcome.in_bucket}"] if outcome.in_bucket else []
+    return [*lines, *left]
