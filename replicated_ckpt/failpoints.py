@@ -33,6 +33,7 @@ POINTS: Mapping[str, str] = {
     "store.recycled": "step 3: a recycled file is the part of a new shard, with its old bytes",
     "store.shard-fsynced": "step 3: a shard is fsynced and has not got its name (own store, or a buddy's)",
     "store.shard-named": "step 3: a shard has its name, durably (own store, or a buddy's)",
+    "store.linked": "step 3: a shard is one more name of a committed one's file, durably (own store, or a buddy's)",
     "rank.written": "step 3: a rank's shard and its copies are acknowledged",
     "rank.helped": "step 3: a rank has written the copy of another rank's shard from its own memory",
     "rank.receipted": "step 4: a rank has posted its receipt",

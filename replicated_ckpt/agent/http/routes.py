@@ -33,6 +33,7 @@ from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Announced, Intent
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
+from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
@@ -223,7 +224,7 @@ class Routes:
         told = status if is_owner else {name: status[name] for name in _WHO}
         return {**told, "verify": self._repair.how_far()}
 
-    def _save(  # noqa: PLR0911 - one return a verb
+    def _save(  # noqa: PLR0911, C901 - one return a verb
         self, request: Request, save_id: str, rest: list[str], settles: str, ticket: str
     ) -> Answer:
         self._require_end(request, rest)
@@ -239,6 +240,8 @@ class Routes:
                 return self._begin(request, save_id)
             case ("PUT", name):
                 return self._receive(request, save_id, name)
+            case ("POST", name, "link"):
+                return self._link(request, save_id, name)
             case ("POST", "pull"):
                 return json_answer(**asdict(pull_metadata(self._service, save_id, request)))
             case ("POST", "commit"):
@@ -325,6 +328,14 @@ class Routes:
             return json_answer(**asdict(found))
         # ack="peer-memory": the rank goes on now, and the kernel starts to write the file behind it.
         return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
+
+    def _link(self, request: Request, save_id: str, name: str) -> Answer:
+        fields = request.document()
+        with parsing("A shard cannot be linked"):
+            source, durable = CommittedShard.from_json(fields["source"]), bool(fields["durable"])
+        with request.heartbeat:
+            self._service.link(save_id, name, source, durable=durable)
+        return json_answer()
 
     def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
         if checkpoint_id is not None:

@@ -39,6 +39,7 @@ from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
+from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.readers import lock_version, look_again
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -261,6 +262,20 @@ class NodeService:
         with self._intake.taking(intent, name, body.size_bytes) as take:
             pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
+
+    def link(self, save_id: str, name: str, source: CommittedShard, *, durable: bool) -> None:
+        """Stages a committed shard of this node as a shard of an open save. Its bytes count as received.
+
+        Raises:
+            SaveAborted, PeerProtocolError; and as `LocalStore.link_staged`: then the sender brings the bytes.
+        """
+        self.check_open(save_id)
+        # The name comes from a peer, and becomes a file's.
+        if ShardName.parse(name) is None:
+            raise ConfigInvalid(f"{name!r} is not a shard that can be linked here.")
+        with self._intake.taking(self.store.intent_of(save_id), name, source.size_bytes) as take:
+            take(source.size_bytes)
+            self.store.link_staged(save_id, name, source, self.damage.has_file, durable=durable)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """As `LocalStore.commit`. The save is no longer in doubt."""

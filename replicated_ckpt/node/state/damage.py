@@ -1,6 +1,7 @@
 """Damage: the files of this node that are known to be bad, until a good copy replaces them; and the scrub's progress."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -92,6 +93,11 @@ class DamageBook:
         with self._lock:
             return (checkpoint_id, save_id, name) in self._bad
 
+    def has_file(self, status: os.stat_result) -> bool:
+        """Whether damage was found in this file, under any of its names. Writes nothing."""
+        with self._lock:
+            return _signature_of(status) in {found.signature for found in self._bad.values()}
+
     def mark_damaged(self, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
         """The holdings with known damage marked."""
         self._forget_changed()
@@ -164,7 +170,11 @@ class DamageBook:
             status = self._store.path_of(*key).lstat()
         except (FileNotFoundError, NotADirectoryError, ObjectMissing, ManifestVersionUnknown):
             return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        return _signature_of(status)
+
+
+def _signature_of(status: os.stat_result) -> _Signature:
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _parse(document: Any) -> tuple[dict[_Key, _Bad], str]:

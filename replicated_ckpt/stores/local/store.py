@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent, note_place
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
+from replicated_ckpt.stores.local.versions.linked import CommittedShard, link_shard
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
     has_damaged_decision,
@@ -238,6 +240,18 @@ class LocalStore:
             write_with_room(self.root, path, data)
             if name == MANIFEST_NAME:
                 self._decided = save_id
+
+    def link_staged(
+        self,
+        save_id: str,
+        name: str,
+        source: CommittedShard,
+        is_bad: Callable[[os.stat_result], bool],
+        *,
+        durable: bool = True,
+    ) -> None:
+        """Stages a shard of a committed save as the shard `name` of an open one, without writing it. See `link_shard`."""
+        link_shard(self.catalog, self.path_of_staged(save_id, name), source, is_bad, durable=durable)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Durably publishes a staged save under its checkpoint id; returns its shards on this node.

@@ -221,9 +221,10 @@ class Recorder(Places):
         def linked(source: Any, target: Any, *, src_dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
             with self._lock:
                 inode, new = self._inode(source, src_dir_fd), self._entry(target, None)
+                old = self._entry(source, src_dir_fd)
                 real(source, target, src_dir_fd=src_dir_fd, follow_symlinks=follow_symlinks)
-                if inode is not None and new is not None:
-                    call = "link", self._path(inode), self._named(new)
+                if inode is not None and new is not None and old is not None:
+                    call = "link", self._named(old), self._named(new)
                     self._done(Names("link", ((new, inode),)), *call)
 
         return linked

@@ -31,6 +31,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import at_once
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from replicated_ckpt.stores.local.versions.slim import slim
@@ -41,12 +42,14 @@ from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import next_file_number, renumbered
 from tests.fault.power_loss.recorder import Recorder
 
-CHECKPOINT = "runs/seed-0/step-1"
+CHECKPOINT, OLDER = "runs/seed-0/step-1", "runs/seed-0/step-0"
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 WITH_OPTIMIZER = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
 STORE = "disks/node"
 """Path of the store's root below the directory that is recorded; it does not exist at first."""
 OLD, NEW, NEXT, LAST = "1" * 32, "2" * 32, "3" * 32, "4" * 32
+ALIKE = "1" * 31 + "2"
+"""A save with the bytes of OLD."""
 
 
 class Marker(Protocol):
@@ -359,6 +362,25 @@ def save_after_removal(store: LocalStore, mark: Marker) -> None:
     save_over_pool(store, mark)
 
 
+def committed_before(store: LocalStore) -> None:
+    save(store, no_mark, OLD, checkpoint_id=OLDER)
+
+
+def linked(store: LocalStore, mark: Marker) -> None:
+    """A save of the files of an older checkpoint, which is removed then: the newer one keeps them."""
+
+    def link(store: LocalStore, save_id: str, shard: str) -> None:
+        entry = manifest_of(store.node_id(), OLD, OLDER).shards[shard]
+        source = CommittedShard(OLDER, OLD, shard, entry.size_bytes, entry.crc32c)
+        store.link_staged(save_id, shard, source, lambda _: False)
+
+    mark(f"checkpoint {OLDER}", OLD)
+    save(store, mark, ALIKE, write=link)
+    mark(f"checkpoint {OLDER}", OLD, None)
+    assert recycle(store.root, OLDER, OLD)
+    mark(f"checkpoint {OLDER}", None)
+
+
 def replaced(store: LocalStore) -> None:
     """It is kept under the id of its save, as its name was a newer one's, which is retired."""
     committed(store)
@@ -418,6 +440,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("slimming for the next save", committed_with_optimizer, slimmed_for_the_pool),
         Scenario("save over recycled files", pooled, save_over_pool),
         Scenario("removal and save over its files", committed, save_after_removal),
+        Scenario("save of links", committed_before, linked),
         Scenario("replaced version gets its name back", replaced, taken_over),
         Scenario("peers", nothing, met_peers),
     )

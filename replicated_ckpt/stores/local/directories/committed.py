@@ -224,6 +224,10 @@ class Committed:
         log.warning("%s of %s is moved aside as %s: %s", name, self.checkpoint_id, target, why)
         return target
 
+    def link(self, name: str, target: Path) -> None:
+        """Gives a file one more name, which must be free. Raises OSError"""
+        os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
+
     def _move(self, name: str, target: Path) -> None:
         os.rename(name, target, src_dir_fd=self._fd)
         # The new name first: a power loss between the two must not leave the file without any.
@@ -233,7 +237,7 @@ class Committed:
     def _link(self, name: str, target: Path) -> None:
         """Gives the file a second name, so that the first always has a file. Without hard links it moves the file."""
         try:
-            os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
+            self.link(name, target)
         except FileNotFoundError:
             raise
         except OSError as exc:
