@@ -175,6 +175,7 @@ class WriterConfig:
     compare_replicas: int | Literal["all"] | None = COMPARED_WITHIN
     on_divergence: OnDivergence = "warn"
     may_differ: Sequence[str] = MAY_DIFFER
+    link_unchanged: bool = True
 
     def __post_init__(self) -> None:
         domain = self.domain

@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.15.0")
-NEEDS = ("numpy>=1.26", "fastcrc>=0.5", "cryptography>=42")
+NEEDS = ("numpy>=1.26", "fastcrc>=0.5", "xxhash>=3.0", "cryptography>=42")
 INSTALL_TIMEOUT_S = 3600
 RUN_TIMEOUT_S = 900
 ALL_READ, FAILED, NOT_COMPARED = 0, 1, 2

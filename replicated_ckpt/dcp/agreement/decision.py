@@ -349,13 +349,15 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
 class ShardReceipt:
     """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first.
 
-    Of one that the node's agent writes the size is 0, and only the name is known.
+    Of one that the node's agent writes the size is 0, and only the name is known. `is_linked`: each holder has given the
+    file of a committed save one more name.
     """
 
     name: str
     size_bytes: int
     crc32c: int
     holders: tuple[str, ...]
+    is_linked: bool = False
 
     @property
     def is_submitted(self) -> bool:
@@ -389,10 +391,7 @@ class Receipt:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Receipt":
         shards, copies = (
-            tuple(
-                ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
-                for shard in fields[part]
-            )
+            tuple(ShardReceipt(**{**shard, "holders": tuple(shard["holders"])}) for shard in fields[part])
             for part in ("shards", "copies")
         )
         phases = {str(name): float(spent) for name, spent in fields["phases"].items()}

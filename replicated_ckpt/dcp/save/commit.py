@@ -25,7 +25,7 @@ from replicated_ckpt.core.manifest import (
 )
 from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
-from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata, share_parts
 from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
@@ -200,8 +200,13 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
     shards = (
         # An agent that was restarted has only the manifest of a published save: its intended holders
-        ShardReceipt(name, each.size_bytes, each.crc32c, written[name].holders if name in written else each.holders)
-        for name, each in entries.items()
+        replace(
+            shard,
+            size_bytes=entries[shard.name].size_bytes,
+            crc32c=entries[shard.name].crc32c,
+            holders=(written.get(shard.name) or entries[shard.name]).holders,
+        )
+        for shard in receipt.shards
     )
     phases = add_phases(copies.phases for copies in written.values())
     return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases})

@@ -194,8 +194,11 @@ def find_owners(differing: Iterable[tuple[str, str]]) -> set[int]:
 
 
 def is_copied(shard: str) -> bool:
-    """Whether helpers copy this file of a rank that has helpers. The rest is then what only the rank itself has."""
-    return part_of_shard(shard) is not Part.REST
+    """Whether helpers copy this file of a rank that has helpers. The rest is then what only the rank itself has.
+
+    What has not changed is linked, and not copied.
+    """
+    return part_of_shard(shard) not in (Part.REST, Part.UNCHANGED)
 
 
 def find_helped(decision: SaveDecision, rank: int) -> frozenset[str]:

@@ -104,7 +104,9 @@ class WriterParts:
         config, wants = self.config, describe_wanted(self.config)
         # Otherwise the save would wait for copies that now follow it, or for their fsync; or fail because of one.
         takes_help = config.copies > 1 and config.ack in ("peer", "object") and config.on_degraded == "warn"
-        digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
+        # A helper does not know which of this rank's entries lie in a file of their own.
+        has_all = self.shards.unchanged is None or not self.shards.unchanged.chosen
+        digest = self.help_plans.digest_of(items) if takes_help and has_all and not is_alone else ""
         return SavePost(checkpoint_id, node, memory_bytes, wants, len(items), digest, self.help_plans.token)
 
 
@@ -390,6 +392,8 @@ class SaveAttempt:
 
     def _report_committed(self) -> None:
         now = time.monotonic()
+        if self._parts.shards.unchanged is not None:
+            self._parts.shards.unchanged.commit(self._decision.checkpoint_id, self._decision.save_id)
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
         helpers = len(find_helped(self._decision, self._world.rank))
         spent = now - self._started_at, now - self._written_at
@@ -429,11 +433,14 @@ class SaveAttempt:
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
         self._warn(self._parts.retaining.submit(decision, rank))
-        own_apart = bool(find_helped(decision, rank))
+        own_apart, entries = bool(find_helped(decision, rank)), self._parts.shards.unchanged
+        changing, unchanged = (plan.items, ()) if entries is None else entries.begin_save(plan.items)
         shards = [
             self._write_part(items, part, planner, staged)
-            for part, items in self._parts.parts.divide(plan.items, own_apart=own_apart).items()
+            for part, items in self._parts.parts.divide(changing, own_apart=own_apart).items()
         ]
+        if unchanged:
+            shards.append(self._parts.shards.write_unchanged(unchanged, planner, decision, rank))
         receipt = Receipt(
             tuple(shard.receipt for shard in shards),
             seconds=time.monotonic() - self._started_at,

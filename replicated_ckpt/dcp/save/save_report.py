@@ -31,6 +31,9 @@ class SaveReport:
     buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising go on at once, so they add
     up to more than the time that passed.
 
+    `bytes_linked`: of a file that was not written, nor sent, as its bytes are those of the last save; it counts in no other
+    number of bytes.
+
     `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order. `divergences`: on rank 0, the values
     that this save has found to differ between ranks.
     """
@@ -46,6 +49,7 @@ class SaveReport:
     rank: int = 0
     node_id: str = ""
     host: str = ""
+    bytes_linked: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple["SaveReport", ...] = ()
     divergences: tuple[Divergence, ...] = ()
@@ -71,9 +75,12 @@ class SaveReport:
             own = ranks[self.rank]
             size, replicated, copies = own.bytes_written, own.bytes_replicated, own.copies_made
         elif shards and all(shard.name in by_name or not shard.is_submitted for shard in shards):
-            made = [by_name.get(shard.name, shard) for shard in shards]
+            made = [(shard, by_name.get(shard.name, shard)) for shard in shards]
             size, replicated, copies = _count(
-                [(one.size_bytes, len(one.holders) + (helpers * is_copied(one.name))) for one in made]
+                [
+                    (0 if shard.is_linked else one.size_bytes, len(one.holders) + (helpers * is_copied(one.name)))
+                    for shard, one in made
+                ]
             )
         counts = replace(self, bytes_written=size, bytes_replicated=replicated, copies_made=copies)
         return replace(counts, seconds=seconds, phases=phases, ranks=ranks)
@@ -95,7 +102,7 @@ class SaveReport:
     def __str__(self) -> str:
         """One line: what was saved, where, how fast, and which rank was slowest."""
         ranks = self.ranks or (self,)
-        size = sum(one.bytes_written for one in ranks)
+        size, linked = sum(one.bytes_written for one in ranks), sum(one.bytes_linked for one in ranks)
         copies = min((one.copies_made for one in ranks if one.shards), default=self.copies_made)
         slowest = max(ranks, key=lambda one: one.seconds)
         phases = {name: spent for name, spent in slowest.phases.items() if name in _WAITED_FOR}
@@ -107,6 +114,7 @@ class SaveReport:
         )
         made = f"{plural(copies, 'copy')} on {nodes}, {describe_bytes(size)} in {self.seconds:.2f} s "
         made += f"({describe_bytes(size / max(self.seconds, 1e-9))}/s)"
+        made += f", {describe_bytes(linked)} unchanged" if linked else ""
         return (
             f"saved {what}: {made if copies else f'on {nodes} in {self.seconds:.2f} s'}; slowest rank {slowest.rank} on "
             f"{slowest.host}: written after {slowest.seconds:.2f} s{waited}"
@@ -116,7 +124,7 @@ class SaveReport:
 def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_wanted: int) -> SaveReport:
     """The report of a rank, from what it wrote."""
     node = decision.node_of(rank)
-    written = [(shard.size_bytes, len(shard.holders)) for shard in receipt.shards]
+    written = [(0 if shard.is_linked else shard.size_bytes, len(shard.holders)) for shard in receipt.shards]
     size, replicated, copies = _count(written or [(0, decision.placement.copies)])
     return SaveReport(
         decision.checkpoint_id,
@@ -130,6 +138,7 @@ def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_want
         rank,
         node.node_id,
         node.host,
+        sum(shard.size_bytes for shard in receipt.shards if shard.is_linked),
         receipt.phases,
     )
 

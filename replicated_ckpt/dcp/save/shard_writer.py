@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +19,11 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.own_copies import Items, find_helped, is_copied
 from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.save.submission import Follower, submit
+from replicated_ckpt.dcp.save.unchanged import UnchangedEntries, UnchangedFile
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
+from replicated_ckpt.node.saves.linked_copies import link_copies
 from replicated_ckpt.node.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
@@ -48,13 +51,36 @@ class WrittenShard:
 class ShardWriter:
     """Writes shards of one rank. Reuses its buffers from save to save. One save at a time."""
 
-    def __init__(self, store: LocalStore, direct_io: str, ack: Ack = "peer") -> None:
+    def __init__(self, store: LocalStore, direct_io: str, ack: Ack = "peer", *, links: bool = False) -> None:
+        """`links`: entries that do not change lie in a file of their own, which is linked from save to save."""
         self._store = store
         self._direct_io = direct_io
         self._ack = ack
         self._buffers: Buffers | None = None
         self._items = ItemWriter()
         self._has_said_why = False
+        self.unchanged = UnchangedEntries() if links else None
+
+    def write_unchanged(self, items: Items, planner: SavePlanner, decision: SaveDecision, rank: int) -> WrittenShard:
+        """Links the last save's file of these items here and at the buddies, or writes them as `write_shard`.
+
+        Raises as `write_shard`.
+        """
+        unchanged, began = self.unchanged, time.perf_counter()
+        assert unchanged is not None, "without it no item is known not to change"
+        hashes = unchanged.hash_items(self._items, items, planner)
+        hashed_s, file, found = time.perf_counter() - began, unchanged.file, None
+        wanted = self._choose_places(decision, rank, Part.UNCHANGED)
+        if file is not None and file.has(items, hashes):
+            found = link_copies(self._store, wanted, file.source)
+        if file is None or found is None:
+            written = self._write(items, planner, wanted)
+        else:
+            receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders, is_linked=True)
+            written = WrittenShard(receipt, file.results_in(found.name), phases=dict(found.phases))
+        written.phases["serialise"] = written.phases.get("serialise", 0.0) + hashed_s
+        unchanged.note_written(UnchangedFile(written.receipt, written.results, hashes))
+        return written
 
     def write_shard(
         self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, rank: int
@@ -66,10 +92,14 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
-        wanted = self._choose_places(decision, rank, part)
+        return self._write(items, planner, self._choose_places(decision, rank, part), self.unchanged)
+
+    def _write(
+        self, items: Items, planner: SavePlanner, wanted: WantedCopies, unchanged: UnchangedEntries | None = None
+    ) -> WrittenShard:
         results: list[WriteResult] = []
         self._buffers = self._buffers or Buffers()
-        lay_out = partial(self._lay_out, items, planner, wanted.name, results)
+        lay_out = partial(self._lay_out, items, planner, wanted.name, results, unchanged=unchanged)
         found = write_copies(self._store, wanted, self._buffers, lay_out)
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
@@ -121,7 +151,8 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was aborted elsewhere. And whatever the planner raises.
         """
-        return self._submit(items, planner, self._choose_places(decision, rank, part), staged, start_agent)
+        wanted = self._choose_places(decision, rank, part)
+        return self._submit(items, planner, wanted, staged, start_agent, self.unchanged)
 
     def _submit(
         self,
@@ -130,12 +161,13 @@ class ShardWriter:
         wanted: WantedCopies,
         staged: memoryview,
         start_agent: Callable[[], object],
+        unchanged: UnchangedEntries | None = None,
     ) -> WrittenShard | None:
         results: list[WriteResult] = []
         try:
             layout = ShardLayout(staged)
             try:
-                self._lay_out(items, planner, wanted.name, results, layout)
+                self._lay_out(items, planner, wanted.name, results, layout, unchanged=unchanged)
                 layout.finish_layout()
                 failpoints.reach("rank.handing-over")
                 shard = SubmittedShard(wanted, layout.pieces)
@@ -178,13 +210,24 @@ class ShardWriter:
         return WantedCopies(decision.save_id, name, decision.node_of(rank).node_id, direct_io=self._direct_io)
 
     def _lay_out(
-        self, items: Items, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
+        self,
+        items: Items,
+        planner: SavePlanner,
+        name: str,
+        results: list[WriteResult],
+        stream: Stream,
+        *,
+        unchanged: UnchangedEntries | None = None,
     ) -> None:
-        for item in sort_for_shard(items):
-            offset, length = self._items.write_item(stream, item, planner)
-            failpoints.reach("rank.writing")
-            info = StorageInfo(name, offset, length)
-            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
+        """Writes the items to the stream. `unchanged` compares samples of the large ones with the last save's."""
+        write_item = self._items.write_item
+        write_large = write_item if unchanged is None else partial(unchanged.write_sampled, self._items)
+        for group, write in zip(_split_by_size(items), (write_item, write_large), strict=True):
+            for item in group:
+                offset, length = write(stream, item, planner)
+                failpoints.reach("rank.writing")
+                info = StorageInfo(name, offset, length)
+                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
 
 
 def _name_of(decision: SaveDecision, rank: int, part: Part) -> str:
@@ -196,7 +239,16 @@ def sort_for_shard(items: Items) -> list[WriteItem]:
 
     Otherwise an optimizer's step counts, one per parameter, would make each rank read a block of neighbours for each.
     """
-    return sorted(items, key=_is_large)
+    small, large = _split_by_size(items)
+    return small + large
+
+
+def _split_by_size(items: Items) -> tuple[list[WriteItem], list[WriteItem]]:
+    small: list[WriteItem] = []
+    large: list[WriteItem] = []
+    for item in items:
+        (large if _is_large(item) else small).append(item)
+    return small, large
 
 
 def _is_large(item: WriteItem) -> bool:

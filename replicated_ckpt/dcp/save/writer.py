@@ -98,6 +98,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         part_of: "weights", "optimizer" or "rest" for an entry's FQN, alike on all ranks. A rank writes a file for each,
             so that old checkpoints can keep the weights alone. None: by the names that people and frameworks use, as
             `model` and `optim`.
+        link_unchanged: large tensors whose bytes stay the same from save to save lie in a file of their own. A save links
+            that file on each node instead of writing and sending it, if a 128-bit hash shows the same bytes. Each
+            checkpoint is whole by itself, and any may be removed. False: each save writes everything.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -132,6 +135,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         on_divergence: OnDivergence = "warn",
         may_differ: Sequence[str] = MAY_DIFFER,
         part_of: PartOf | None = None,
+        link_unchanged: bool = True,
     ) -> None:
         super().__init__()
         check_callable("on_save", on_save)
@@ -153,6 +157,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             compare_replicas=compare_replicas,
             on_divergence=on_divergence,
             may_differ=may_differ,
+            link_unchanged=link_unchanged,
         )
         self._target = ObjectTarget.check_given(object_store, storage_options)
         self.last_save: SaveReport | None = None
@@ -170,7 +175,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return WriterParts(
             self.config,
             store,
-            ShardWriter(store, self.config.direct_io, self.config.ack),
+            ShardWriter(store, self.config.direct_io, self.config.ack, links=self.config.link_unchanged),
             CachedLayouts(),
             ObjectTier(store, self._target, self.config.object_every),
             Retaining(store, self.config, self._target),

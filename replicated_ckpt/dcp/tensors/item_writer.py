@@ -90,6 +90,11 @@ _FREED_HINT = (
 )
 
 
+def align(stream: Stream) -> None:
+    """Pads the stream for the next item: aligned as in its own zip file, a load can map or read it without a copy."""
+    stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
+
+
 class ItemWriter:
     """Writes items to a stream. One thread; may be kept from save to save."""
 
@@ -112,8 +117,7 @@ class ItemWriter:
 
     def _write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         data = planner.resolve_data(item)
-        # Aligned in the shard as in its own zip file: a load can then map or read it without a copy.
-        stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
+        align(stream)
         offset = stream.position
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):

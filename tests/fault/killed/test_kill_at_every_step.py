@@ -277,6 +277,7 @@ def test_every_failpoint_has_its_kill() -> None:
     elsewhere = {"retire.gone"}  # tests/agent/repair/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
     elsewhere |= {name for name in ORDER if name.startswith("slim.")}  # test_kill_while_slimmed.py
+    elsewhere |= {"store.linked"}  # tests/fault/killed/test_kill_in_links.py
     elsewhere |= HANDED_OVER | LATER_SAVES  # tests/fault/killed/test_submitted_saves.py, test_kill_in_own_copies.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}

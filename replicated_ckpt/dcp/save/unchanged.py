@@ -1,0 +1,183 @@
+"""Entries whose bytes are those of the last committed save. They lie in a file of their own, which a save links.
+
+Samples of the bytes only choose what goes into that file. It is linked only if a 128-bit hash of each of its entries, as
+they would be written now, is that of the save that wrote it. So an entry that changes costs its samples, and no hash.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from xxhash import xxh3_128
+
+from replicated_ckpt.dcp.agreement.decision import ShardReceipt
+from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream, align
+from replicated_ckpt.stores.local.versions.linked import CommittedShard
+
+Items = Sequence[WriteItem]
+
+_SAMPLES, _SAMPLE_BYTES = 4, 64
+"""Few: an entry that is trained differs in each of them, and one that is not is found by its hash."""
+_SAMPLED_BYTES_MIN = 64 << 10
+ENTRY_BYTES_MIN = 1 << 20
+"""The samples of smaller entries would cost more than 2 % of a fast save."""
+
+
+class HashedStream:
+    """Hashes what is written on its way to another stream; with None it goes nowhere.
+
+    `is_sampled`: only samples of large pieces, and nothing of small ones.
+    """
+
+    def __init__(self, stream: Stream | None = None, *, is_sampled: bool = False) -> None:
+        self._stream = stream
+        self._is_sampled = is_sampled
+        self._hash = xxh3_128()
+        self.position = 0 if stream is None else stream.position
+
+    def write(self, data: memoryview) -> int:
+        self._update(data)
+        if self._stream is not None:
+            self._stream.write(data)
+        return len(data)
+
+    def refer(self, data: memoryview) -> None:
+        self._update(data)
+        if self._stream is not None:
+            self._stream.refer(data)
+
+    def _update(self, data: memoryview) -> None:
+        self.position += len(data)
+        if not self._is_sampled:
+            self._hash.update(data)
+            return
+        last = len(data) - _SAMPLE_BYTES
+        if last < _SAMPLED_BYTES_MIN:
+            return
+        for number in range(_SAMPLES):
+            start = last * number // (_SAMPLES - 1)
+            self._hash.update(data[start : start + _SAMPLE_BYTES])
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+@dataclass(frozen=True)
+class UnchangedFile:
+    """The file of unchanged entries of a save: its entries in order, each with the 128-bit hash of its bytes."""
+
+    shard: ShardReceipt
+    results: Sequence[WriteResult]
+    hashes: Sequence[bytes]
+    checkpoint_id: str = ""
+    save_id: str = ""
+
+    @property
+    def source(self) -> CommittedShard:
+        shard = self.shard
+        return CommittedShard(self.checkpoint_id, self.save_id, shard.name, shard.size_bytes, shard.crc32c)
+
+    @property
+    def hash_by_entry(self) -> Mapping[MetadataIndex, bytes]:
+        return {one.index: found for one, found in zip(self.results, self.hashes, strict=True)}
+
+    def has(self, items: Items, hashes: Sequence[bytes]) -> bool:
+        """Whether the file has just these items, in this order, with these bytes."""
+        ours, given = [one.index for one in self.results], [item.index for item in items]
+        return given == ours and list(hashes) == list(self.hashes)
+
+    def results_in(self, name: str) -> list[WriteResult]:
+        """The results of a save that has linked the file under this name."""
+        return [replace(one, storage_data=replace(one.storage_data, relative_path=name)) for one in self.results]
+
+
+class UnchangedEntries:
+    """The unchanged entries of one rank, from save to save. `begin_save` before each, `commit` after each committed one.
+
+    An entry that leaves the file because it has changed never comes back: each change costs a file that is written anew.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: Mapping[MetadataIndex, int] = {}
+        """The entries that lie in a file of their own from the next save on, with their bytes."""
+        self.file: UnchangedFile | None = None
+        """The last committed one."""
+        self._samples: Mapping[MetadataIndex, bytes] = {}
+        self._excluded: set[MetadataIndex] = set()
+        self._rewritten_bytes = 0
+        self._divided: tuple[Items, Mapping[MetadataIndex, int], tuple[Items, Items]] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen: dict[MetadataIndex, tuple[bytes, int]] = {}
+        self._written: UnchangedFile | None = None
+        self._changed: Collection[MetadataIndex] = ()
+
+    def begin_save(self, items: Items) -> tuple[Items, Items]:
+        """The items of the usual files, and those of the file of unchanged entries. Items that are kept stay the same.
+
+        What a save that failed has found is forgotten.
+        """
+        self._forget()
+        if not self.chosen:
+            return items, ()
+        known = self._divided
+        if known is None or known[0] is not items or known[1] is not self.chosen:
+            chosen = [item for item in items if item.index in self.chosen]
+            others = [item for item in items if item.index not in self.chosen]
+            self._divided = known = items, self.chosen, (others, chosen)
+        return known[2]
+
+    def write_sampled(
+        self, writer: ItemWriter, stream: Stream, item: WriteItem, planner: SavePlanner
+    ) -> tuple[int, int]:
+        """As `writer.write_item`; and keeps samples of the item's bytes, if it may belong into the file."""
+        if not self._is_candidate(item):
+            return writer.write_item(stream, item, planner)
+        align(stream)
+        sampled = HashedStream(stream, is_sampled=True)
+        offset, length = writer.write_item(sampled, item, planner)
+        self._seen[item.index] = sampled.digest(), length
+        return offset, length
+
+    def _is_candidate(self, item: WriteItem) -> bool:
+        tensor = item.tensor_data
+        if tensor is None or item.index in self._excluded:
+            return False
+        return math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize >= ENTRY_BYTES_MIN
+
+    def hash_items(self, writer: ItemWriter, items: Items, planner: SavePlanner) -> list[bytes]:
+        """The hash of the bytes of each item, as they would be written now."""
+        hashes = []
+        for item in items:
+            stream = HashedStream()
+            writer.write_item(stream, item, planner)
+            hashes.append(stream.digest())
+        before = {} if self.file is None else self.file.hash_by_entry
+        found = {item.index: each for item, each in zip(items, hashes, strict=True)}
+        self._changed = [index for index, each in found.items() if before.get(index, each) != each]
+        return hashes
+
+    def note_written(self, file: UnchangedFile) -> None:
+        """The save under way has this file, written or linked."""
+        self._written = file
+
+    def commit(self, checkpoint_id: str, save_id: str) -> None:
+        """The save under way is committed: the next one compares with it, and may link its file."""
+        written = self._written
+        self.file = None if written is None else replace(written, checkpoint_id=checkpoint_id, save_id=save_id)
+        self._excluded.update(self._changed)
+        chosen = {index: size for index, size in self.chosen.items() if index not in self._excluded}
+        alike = {index: size for index, (sample, size) in self._seen.items() if self._samples.get(index) == sample}
+        more, before = sum(alike.values()), sum(chosen.values())
+        # A file with more entries is written anew: only once that costs no more than they have cost outside of it.
+        self._rewritten_bytes += more
+        if self._rewritten_bytes >= before:
+            chosen, self._rewritten_bytes = chosen | alike, 0
+        if chosen != self.chosen:  # else the items that were found for it count still
+            self.chosen = chosen
+        self._samples = {index: sample for index, (sample, _) in self._seen.items()}
+        self._forget()
