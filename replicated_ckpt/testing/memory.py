@@ -59,6 +59,9 @@ class MemoryClient:
         # Only now: an upload that is interrupted must not be seen as an object.
         self.put(key, bytes(whole))
 
+    def copy(self, source: str, key: str) -> None:
+        self.put(key, self._get(source, "copy"))
+
     def delete(self, keys: Sequence[str]) -> None:
         with self._lock:
             for key in keys:

@@ -63,11 +63,13 @@ class ObjectClientContract:
     `has_conditions`: `put_over` writes only over the version that was seen. Without conditions it always writes: of two
     agents that commit at once the later one wins, and both find out by the mark that they read back.
     `is_paced`: `put_shard` calls `paced` before it sends. Without it a node's limit of its upload rate has no effect.
+    `has_copies`: `copy` works. Without it shards that have not changed are uploaded again.
     `listed_objects`: the number of objects, and of directories, in one listing; most stores answer in pages of 1,000.
     """
 
     has_conditions = True
     is_paced = True
+    has_copies = True
     listed_objects = 1100
 
     @pytest.fixture
@@ -111,6 +113,22 @@ class ObjectClientContract:
         with pytest.raises(ObjectMissing) as raised:
             client.size_bytes("a/none")
         assert raised.value.store == client.target.url
+
+    def test_a_copy_has_the_same_bytes_and_stays_as_it_is(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Also over another object, and after its source was replaced or deleted."""
+        if not self.has_copies:
+            return
+        raw["a b/__0_0.distcp"], raw["c/ü.distcp"] = b"0123456789", b"old"
+        for _ in range(2):
+            client.copy("a b/__0_0.distcp", "c/ü.distcp")
+            assert raw["c/ü.distcp"] == b"0123456789"
+        client.put("a b/__0_0.distcp", b"new")
+        assert raw["c/ü.distcp"] == b"0123456789"
+        client.delete(["a b/__0_0.distcp"])
+        assert raw["c/ü.distcp"] == b"0123456789"
+        assert list(client.list_keys("c/").sizes) == ["ü.distcp"]
+        with pytest.raises(ObjectMissing):
+            client.copy("a b/__0_0.distcp", "c/none")
 
     def test_a_listing_is_of_one_level(self, client: ObjectClient, raw: RawObjects) -> None:
         """Sizes of objects and names of directories of this level, without names that only have the same beginning."""

@@ -168,9 +168,10 @@ class WeakObjects:
 
 
 class TestS3ClientOfAWeakStore(ObjectClientContract):
-    """One that ignores conditions; its listings come in pages of 1,000."""
+    """One that ignores conditions and copies; its listings come in pages of 1,000."""
 
     has_conditions = False
+    has_copies = False
 
     @pytest.fixture
     def client(self, weak_store: WeakStore) -> ObjectClient:

@@ -5,6 +5,7 @@ So a restarted agent continues its uploads, and a node with a copy uploads the s
 """
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -30,7 +31,8 @@ from replicated_ckpt.node.uploads.bucket_retention import (
     withdraw_removed,
 )
 from replicated_ckpt.node.uploads.upload_progress import RETRY_MAX_S, UploadProgress
-from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
+from replicated_ckpt.node.uploads.uploaded_files import UploadedFiles
+from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
@@ -132,6 +134,7 @@ class Uploader:
         self._uploads: dict[str, UploadProgress] = {}
         self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
+        self._uploaded = UploadedFiles()
         self.paused = PausedUploads()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rckpt-upload", daemon=True)
@@ -422,17 +425,22 @@ class Uploader:
         label = f"node {self._service.node_id} at {store.root}"
         try:
             with open_committed_save(store.root, manifest.checkpoint_id, save_id) as (directory, _):
-                expected = Expected(entry.size_bytes, entry.crc32c)
-                source = UploadSource(directory.open(name), label, name, expected, self.book.begun(save_id, name))
-            with source:
-                bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
+                fd = directory.open(name)
+            status, expected, sent_bytes = os.fstat(fd), Expected(entry.size_bytes, entry.crc32c), entry.size_bytes
+            known = self._uploaded.find(upload.state.url, status)
+            with UploadSource(fd, label, name, expected, self.book.begun(save_id, name)) as source:
+                if known is not None and bucket.copy_shard(manifest, name, known):
+                    sent_bytes = 0
+                else:
+                    bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
+            self._uploaded.note(upload.state.url, status, name, key_of(manifest, name))
         except ObjectCorrupt as exc:
             # Else it was the bucket that gave other bytes: this node's copy is not suspect.
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
         with self._lock:
-            upload.state.bytes_sent += entry.size_bytes
+            upload.state.bytes_sent += sent_bytes
             upload.intact.add(name)
             upload.state.shards_there += 1
 

@@ -33,6 +33,7 @@ from replicated_ckpt.errors import (
     SaveAborted,
     SaveSuperseded,
     StoreDenied,
+    StoreError,
 )
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave, is_superseded, read_mark
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
@@ -180,6 +181,24 @@ class Bucket:
             self.check_place(manifest, self.save_of(manifest.checkpoint_id))
         self.client.put_shard(key_of(manifest, name), source, paced)
         failpoints.reach("upload.shard-arrived")
+
+    def copy_shard(self, manifest: Manifest, name: str, source: str) -> bool:
+        """Copies the object `source` of this bucket as a shard of a save; False: it is to be uploaded.
+
+        Raises as `put_shard`.
+        """
+        if not prefix_of(manifest):
+            self.check_place(manifest, self.save_of(manifest.checkpoint_id))
+        key = key_of(manifest, name)
+        try:
+            self.client.copy(source, key)
+            is_whole = self.client.size_bytes(key) == manifest.shards[name].size_bytes
+            is_copied = is_whole and self.is_intact(manifest, name)
+        except StoreError as exc:
+            log.info("%s is uploaded, as the bucket does not copy it: %s", key, exc.message)
+            return False
+        failpoints.reach("upload.shard-arrived")
+        return is_copied
 
     def find_arrived(self, manifest: Manifest) -> set[str]:
         """The shards of a save that have an object of the right size in the bucket."""

@@ -64,6 +64,12 @@ class ObjectClient(Protocol):
         Also raises ObjectCorrupt: the store's size or checksum differs, or the file is damaged.
         """
 
+    def copy(self, source: str, key: str) -> None:
+        """Copies an object inside the bucket; no byte of it passes through here. An error may leave a part of it.
+
+        A store that ignores the request may have written something else: the caller checks the copy.
+        """
+
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; a missing one is not an error."""
 

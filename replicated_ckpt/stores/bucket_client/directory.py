@@ -102,6 +102,19 @@ class DirectoryClient:
         # By its name, after the rename: another process may have written it meanwhile.
         source.check_stored(self.target.url, key, self.size_bytes(key))
 
+    def copy(self, source: str, key: str) -> None:
+        """A hard link: no object is written in place."""
+        with (
+            self._translate_errors("copy", source),
+            self._open_parent(source) as (there, old),
+            self._open_parent(key, is_made=True) as (directory, name),
+        ):
+            part = f"{name}.{uuid.uuid4().hex}.part"
+            os.link(old, part, src_dir_fd=there, dst_dir_fd=directory, follow_symlinks=False)
+            os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+            with contextlib.suppress(FileNotFoundError):  # rename does nothing if the key is a link of the same file
+                os.unlink(part, dir_fd=directory)
+
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             with (

@@ -162,6 +162,10 @@ class FsspecClient:
             self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         source.check_stored(self.target.url, key, self.size_bytes(key))
 
+    def copy(self, source: str, key: str) -> None:
+        with self.translate_errors("copy", source):
+            self._ask("cp_file", self._path(source), self._path(key))
+
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             with self.translate_errors("delete", key), contextlib.suppress(FileNotFoundError):

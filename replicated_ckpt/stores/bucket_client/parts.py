@@ -18,6 +18,8 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
+COPY_PART_BYTES = 512 << 20
+"""Of a copy inside the bucket; S3 copies up to 5 GiB in one request, which can take longer than a time-out."""
 
 
 class MultipartClient(Protocol):
@@ -170,6 +172,27 @@ class MultipartUpload:
         # Read again even without a checksum to compare: the final check needs the CRC of every part.
         crc = self._crcs[part["PartNumber"]] = self._source.read(offset, memoryview(bytearray(size)))
         return bool(part.get("ChecksumCRC32C", encode_crc(crc)) == encode_crc(crc))
+
+
+def copy_in_parts(s3: Any, where: Mapping[str, str], origin: Mapping[str, str], size_bytes: int) -> None:
+    """Has the server copy a large object, PARTS_PARALLEL parts of COPY_PART_BYTES at once. Raises botocore's errors."""
+    upload = {**where, "UploadId": s3.create_multipart_upload(**where)["UploadId"]}
+    etags: dict[int, str] = {}
+
+    def copy(number: int) -> None:
+        first = (number - 1) * COPY_PART_BYTES
+        bounds = f"bytes={first}-{min(first + COPY_PART_BYTES, size_bytes) - 1}"
+        found = s3.upload_part_copy(**upload, PartNumber=number, CopySource=origin, CopySourceRange=bounds)
+        etags[number] = found["CopyPartResult"]["ETag"]
+
+    try:
+        numbers = range(1, -(-size_bytes // COPY_PART_BYTES) + 1)
+        FanOut.run(numbers, copy, most=PARTS_PARALLEL, until_error=True).raise_first()
+        parts = [{"PartNumber": number, "ETag": etags[number]} for number in numbers]
+        s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+    except BaseException:
+        s3.abort_multipart_upload(**upload)
+        raise
 
 
 def encode_crc(crc: int) -> str:

@@ -70,6 +70,9 @@ class RetryingClient:
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         self._client.put_shard(key, source, paced)
 
+    def copy(self, source: str, key: str) -> None:
+        self._client.copy(source, key)
+
     def delete(self, keys: Sequence[str]) -> None:
         """As the client's. An object that may not be deleted, as under a legal hold, does not stop the others."""
         denied: list[StoreDenied] = []

@@ -27,7 +27,12 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket_client.body import BoundedSession, MemoryBody, read_pages, without_expect
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, AWAY_HINT, PART_BYTES, Listing, Paced
-from replicated_ckpt.stores.bucket_client.parts import MultipartUpload, encode_crc
+from replicated_ckpt.stores.bucket_client.parts import (
+    COPY_PART_BYTES,
+    MultipartUpload,
+    copy_in_parts,
+    encode_crc,
+)
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
@@ -207,6 +212,16 @@ class S3Client:
                 raise
             self.put(key, data)
         return True
+
+    def copy(self, source: str, key: str) -> None:
+        size_bytes = self.size_bytes(source)
+        where = {"Bucket": self.bucket, "Key": self.prefix + key}
+        origin = {"Bucket": self.bucket, "Key": self.prefix + source}
+        with self.translate_errors("copy", source):
+            if size_bytes <= COPY_PART_BYTES:
+                self.s3.copy_object(**where, CopySource=origin)
+            else:
+                copy_in_parts(self.s3, where, origin, size_bytes)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:  # not DeleteObjects: it needs checksums that differ between stores
