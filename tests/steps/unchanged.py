@@ -3,7 +3,7 @@
 import http.client
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,19 +16,28 @@ from tests.steps.context import Context
 FROZEN = 2 << 20
 """Elements of a rank's encoder: 8 MiB."""
 TRAINED = 100_000
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def state_at(rank: int, step: int, *, is_replicated: bool = False) -> dict[str, torch.Tensor]:
+def state_at(
+    rank: int, step: int, *, is_replicated: bool = False, frozen: int = FROZEN, trained: int = TRAINED
+) -> dict[str, torch.Tensor]:
     """The state of a rank at a step; the encoder is another one from step 100 on."""
     owner = 0 if is_replicated else rank
     torch.manual_seed(owner + (1000 if step >= 100 else 0))
-    encoder, head = torch.rand(FROZEN), torch.rand(TRAINED)
+    encoder, head = torch.rand(frozen), torch.rand(trained)
     name = "all" if is_replicated else f"rank{rank}"
     return {f"model.encoder.{name}": encoder, f"model.head.{name}": head + step, f"optim.head.{name}": head * step}
 
 
 def save_frozen(
-    context: Context, /, steps: Sequence[int], *, is_async: bool = False, is_replicated: bool = False, **options: Any
+    context: Context,
+    /,
+    steps: Sequence[int],
+    *,
+    is_async: bool = False,
+    state: Mapping[str, Any] = NO_OPTIONS,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Saves the state at each step; of each save the bytes that this rank sent to agents, and its report's numbers."""
     writer, planner, sent = context.writer(**options), context.kept.setdefault("planner", CachedSavePlanner()), 0
@@ -42,14 +51,14 @@ def save_frozen(
     found = []
     with mock.patch.object(http.client.HTTPConnection, "send", count):
         for step in steps:
-            sent, state = 0, state_at(context.rank, step, is_replicated=is_replicated)
+            sent, values = 0, state_at(context.rank, step, **state)
             how = {"checkpoint_id": f"run/step-{step}", "storage_writer": writer, "planner": planner}
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 if is_async:
-                    dcp.async_save(state, **how).result(timeout=60)  # type: ignore[union-attr]
+                    dcp.async_save(values, **how).result(timeout=60)  # type: ignore[union-attr]
                 else:
-                    dcp.save(state, **how)
+                    dcp.save(values, **how)
             report = writer.last_save
             assert report is not None
             warned = [str(one.message) for one in caught if "replicated" in type(one.message).__name__.lower()]
@@ -59,14 +68,14 @@ def save_frozen(
 
 
 def load_frozen(
-    context: Context, /, steps: Sequence[int], ranks: int, *, is_replicated: bool = False
+    context: Context, /, steps: Sequence[int], ranks: int, *, state: Mapping[str, Any] = NO_OPTIONS
 ) -> dict[str, bool]:
     """By step: whether the states of all ranks that saved are loaded bit for bit."""
     found = {}
     for step in steps:
         expected: dict[str, torch.Tensor] = {}
         for rank in range(ranks):
-            expected |= state_at(rank, step, is_replicated=is_replicated)
+            expected |= state_at(rank, step, **state)
         loaded = {name: torch.zeros_like(value) for name, value in expected.items()}
         dcp.load(loaded, checkpoint_id=f"run/step-{step}", storage_reader=context.reader())
         found[str(step)] = all(torch.equal(loaded[name], value) for name, value in expected.items())

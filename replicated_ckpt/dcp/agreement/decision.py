@@ -210,7 +210,7 @@ class SavePost:
     `memory_bytes`: the size that the store may reach, where it lies in memory; None: it lies on a disk.
     `wants`: the arguments of its writer, as text, that all ranks must give alike. `items`: in its plan, before DCP drops
     those that several ranks have. `plan_digest`: equal for equal items; "" on a rank that copies no other rank's shard.
-    `help_token`: see `own_copies`.
+    `help_token`: see `own_copies`. `takes_copies`: other ranks may copy its shards.
     """
 
     checkpoint_id: str | None
@@ -220,6 +220,7 @@ class SavePost:
     items: int = 0
     plan_digest: str = ""
     help_token: str = ""
+    takes_copies: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -229,7 +230,9 @@ class SavePost:
         node = NodePost.from_json(fields["node"])
         memory_bytes, wants = fields.get("memory_bytes"), fields.get("wants", {})
         plan_digest, help_token = str(fields["plan_digest"]), str(fields["help_token"])
-        return cls(fields["checkpoint_id"], node, memory_bytes, wants, fields["items"], plan_digest, help_token)
+        takes_copies = bool(fields["takes_copies"])
+        given = memory_bytes, wants, fields["items"], plan_digest, help_token, takes_copies
+        return cls(fields["checkpoint_id"], node, *given)
 
 
 def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:

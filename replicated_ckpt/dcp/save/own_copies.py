@@ -88,7 +88,7 @@ class HelpPlans:
         chosen: list[tuple[int, ...]] = []
         for owner, post in enumerate(posts):
             helpers: list[int] = []
-            is_helped = post.plan_digest and whole[owner].items and owner not in self._alone
+            is_helped = post.plan_digest and post.takes_copies and whole[owner].items and owner not in self._alone
             for buddy in decision.buddies_of(decision.node_of(owner).node_id) if is_helped else ():
                 able = [
                     rank

@@ -104,10 +104,11 @@ class WriterParts:
         config, wants = self.config, describe_wanted(self.config)
         # Otherwise the save would wait for copies that now follow it, or for their fsync; or fail because of one.
         takes_help = config.copies > 1 and config.ack in ("peer", "object") and config.on_degraded == "warn"
+        digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
         # A helper does not know which of this rank's entries lie in a file of their own.
-        has_all = self.shards.unchanged is None or not self.shards.unchanged.chosen
-        digest = self.help_plans.digest_of(items) if takes_help and has_all and not is_alone else ""
-        return SavePost(checkpoint_id, node, memory_bytes, wants, len(items), digest, self.help_plans.token)
+        takes_copies = self.shards.unchanged is None or not self.shards.unchanged.chosen
+        given = memory_bytes, wants, len(items), digest, self.help_plans.token, takes_copies
+        return SavePost(checkpoint_id, node, *given)
 
 
 _OWN_OBJECTS_HINT = (
@@ -393,7 +394,10 @@ class SaveAttempt:
     def _report_committed(self) -> None:
         now = time.monotonic()
         if self._parts.shards.unchanged is not None:
-            self._parts.shards.unchanged.commit(self._decision.checkpoint_id, self._decision.save_id)
+            is_helped = bool(find_helped(self._decision, self._world.rank))
+            self._parts.shards.unchanged.commit(
+                self._decision.checkpoint_id, self._decision.save_id, is_helped=is_helped
+            )
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
         helpers = len(find_helped(self._decision, self._world.rank))
         spent = now - self._started_at, now - self._written_at

@@ -91,6 +91,8 @@ class UnchangedFile:
 
     def results_in(self, name: str) -> list[WriteResult]:
         """The results of a save that has linked the file under this name."""
+        if name == self.shard.name:
+            return list(self.results)
         return [replace(one, storage_data=replace(one.storage_data, relative_path=name)) for one in self.results]
 
 
@@ -165,8 +167,11 @@ class UnchangedEntries:
         """The save under way has this file, written or linked."""
         self._written = file
 
-    def commit(self, checkpoint_id: str, save_id: str) -> None:
-        """The save under way is committed: the next one compares with it, and may link its file."""
+    def commit(self, checkpoint_id: str, save_id: str, *, is_helped: bool = False) -> None:
+        """The save under way is committed: the next one compares with it, and may link its file.
+
+        `is_helped`: other ranks copied this one's shards, which they cannot once there is such a file.
+        """
         written = self._written
         self.file = None if written is None else replace(written, checkpoint_id=checkpoint_id, save_id=save_id)
         self._excluded.update(self._changed)
@@ -175,7 +180,9 @@ class UnchangedEntries:
         more, before = sum(alike.values()), sum(chosen.values())
         # A file with more entries is written anew: only once that costs no more than they have cost outside of it.
         self._rewritten_bytes += more
-        if self._rewritten_bytes >= before:
+        total = before + sum(size for _, size in self._seen.values())
+        is_worth_it = not is_helped or 2 * (before + more) >= total
+        if is_worth_it and self._rewritten_bytes >= before:
             chosen, self._rewritten_bytes = chosen | alike, 0
         if chosen != self.chosen:  # else the items that were found for it count still
             self.chosen = chosen

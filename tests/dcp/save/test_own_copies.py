@@ -42,6 +42,18 @@ def posts(one: SaveDecision, digests: str, tokens: dict[int, str] | None = None)
     ]
 
 
+def test_a_rank_with_a_file_of_unchanged_entries_copies_for_others_and_is_sent_for() -> None:
+    """A helper does not know what lies in that file."""
+    one = decision((0, 0, 1, 1))
+    given = posts(one, "aaaa")
+    given[0] = replace(given[0], takes_copies=False)
+    assert SavePost.from_json(given[0].to_json()) == given[0]
+    chosen = HelpPlans().choose(one, given, [plan_of(f"w{rank}") for rank in range(4)])
+    assert chosen.helpers[0] == ()
+    assert all(chosen.helpers[1:])
+    assert {rank for helpers in chosen.helpers for rank in helpers} >= {0}
+
+
 def test_a_digest_is_of_names_places_and_sizes() -> None:
     """Equal for equal items on any rank; "" without any."""
     assert digest_of_items(plan_of("a", "b").items) == digest_of_items(plan_of("a", "b").items)

@@ -61,8 +61,8 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {}),
     (1, {"is_async": True}),
-    (1, {"is_replicated": True}),
-    (2, {"is_replicated": True, "is_async": True}),
+    (1, {"state": {"is_replicated": True}}),
+    (2, {"state": {"is_replicated": True}, "is_async": True}),
     (1, {"ack": "peer-memory"}),
 ]
 
@@ -73,7 +73,7 @@ def test_only_what_changes_is_written_and_sent(cluster_of: ClusterOf, ranks: int
     cluster, steps = cluster_of(2), list(range(6))
     told = cluster.run(call(unchanged.save_frozen, steps=steps, **how), nodes=[0, 1], ranks=ranks)
     assert [are_linked(cluster, step, step - 1) for step in steps[3:]] == [True, True, True]
-    shared = {"is_replicated": True} if "is_replicated" in how else {}
+    shared = {name: value for name, value in how.items() if name == "state"}
     changed = CHANGED if shared else CHANGED * 2 * ranks
     for node in cluster.nodes:
         assert changed <= new_bytes(node.disk, 5, range(5)) < 1.05 * changed
@@ -81,6 +81,16 @@ def test_only_what_changes_is_written_and_sent(cluster_of: ClusterOf, ranks: int
     assert sum(one[-1]["linked"] for one in told) >= (FROZEN if shared else FROZEN * 2 * ranks)
     assert all(save["warned"] == [] and save["made"] == 2 for one in told for save in one[1:])
     check(cluster, steps, 2 * ranks, **shared)
+
+
+def test_replicas_stay_copies_where_little_stays_the_same(cluster_of: ClusterOf) -> None:
+    """As a causal mask, which is a buffer: no rank gives up that others copy its shards for it, and none sends them."""
+    cluster, steps = cluster_of(2), list(range(6))
+    mask = {"is_replicated": True, "frozen": 1 << 18, "trained": 1 << 20}
+    told = cluster.run(call(unchanged.save_frozen, steps=steps, state=mask), nodes=[0, 1])
+    assert sum(one[-1]["sent"] for one in told) < 1 << 20
+    assert files_of(cluster, 5) == {}
+    check(cluster, steps, 2, state=mask)
 
 
 def test_what_changes_after_all_is_written_and_the_rest_is_linked_again(cluster_of: ClusterOf) -> None:
