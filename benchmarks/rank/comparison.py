@@ -42,6 +42,7 @@ def compare(
 def _one(
     context: Context, state: State, way: Way, case: str, name: str, taken: dict[str, Taken], *, loses: bool
 ) -> None:
+    state.train()
     take(taken["save"], case, measured(lambda: way.save(state, name), lambda: way.settle(name), agent_root(context)))
     take(taken["load"], case, loaded(context, state, way, name, is_disk=False))
     if loses:

@@ -34,6 +34,7 @@ def save_every_step(
         for step in range(1, steps + 1):
             time.sleep(step_s)
             behind += f"step-{step - 1}" not in copies
+            state.train()
             start = time.perf_counter()
             manager.async_save(step, state.values)
             blocked.append(time.perf_counter() - start)
@@ -52,15 +53,15 @@ def save_every_step(
 
 
 def _load_and_copy(manager: CheckpointManager, values: dict[str, Any], there: Path) -> dict[str, float]:
-    """Seconds of a load, of its reading alone, and of reading this rank's shard into memory that was touched before."""
-    shard = there / f"__{dist.get_rank()}_0.distcp"
-    target = memoryview(bytearray(shard.stat().st_size))
+    """Seconds of a load, of its reading alone, and of reading this rank's shards into memory that was touched before."""
+    shards = {path: memoryview(bytearray(path.stat().st_size)) for path in there.glob(f"__{dist.get_rank()}_*.distcp")}
     dist.barrier()
     start = time.perf_counter()
-    with shard.open("rb", buffering=0) as file:
-        done = 0
-        while done < len(target):
-            done += file.readinto(target[done:]) or 0
+    for shard, target in shards.items():
+        with shard.open("rb", buffering=0) as file:
+            done = 0
+            while done < len(target):
+                done += file.readinto(target[done:]) or 0
     copy_s = time.perf_counter() - start
     dist.barrier()
     start = time.perf_counter()

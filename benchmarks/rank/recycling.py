@@ -60,6 +60,7 @@ def save_in_turn(context: Context, size_bytes: int, rounds: int, copies: int, ot
     for number in range(_WARM_SAVES + rounds):
         for name in shuffled(list(jobs), number):
             job = jobs[name]
+            state.train()
             if is_first_of_node():
                 write_back(job.context.root.parent)
             sample = measured(partial(job.save, state.values), job.settle, agent_root(job.context))

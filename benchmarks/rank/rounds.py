@@ -100,6 +100,7 @@ def load_saved(
 def _one(
     context: Context, state: State, way: Way, case: str, name: str, taken: dict[str, Taken], is_disk: bool
 ) -> None:
+    state.train()
     _written_back(context, is_disk)
     saved = measured(lambda: way.save(state, name), lambda: way.settle(name), agent_root(context))
     take(taken["save"], case, saved)

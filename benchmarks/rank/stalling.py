@@ -85,7 +85,7 @@ class Training:
         steps: list[float] = []
         laps = Laps()
         for name in names:
-            self._state.fill()
+            self._state.train()
             _await(self._state.device)
             start = time.perf_counter()
             future = contender.begin(self._state, name)

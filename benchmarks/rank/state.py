@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,15 @@ class Part:
     name: str
     words: torch.Tensor
     start: int
+    """Where its pattern begins, from the first step of training on; each step moves it."""
+    is_frozen: bool = False
 
-    def pieces(self, pattern: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The part and what it must hold, in pieces that share memory with both."""
+    def pieces(self, pattern: torch.Tensor, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The part and what it must hold after so many steps, in pieces that share memory with both."""
         done, size = 0, self.words.numel()
+        start = self.start if self.is_frozen else self.start + steps
         while done < size:
-            at = (self.start + done) % _PATTERN_WORDS
+            at = (start + done) % _PATTERN_WORDS
             count = min(size - done, _PATTERN_WORDS - at)
             yield self.words[done : done + count], pattern[at : at + count]
             done += count
@@ -46,6 +49,7 @@ class State:
         self.parts = [_part(name, tensor, rank, world_size) for name, tensor in _tensors(values)]
         random = torch.Generator().manual_seed(1)
         pattern = torch.randint(-(2**31), 2**31 - 1, (_PATTERN_WORDS,), dtype=torch.int32, generator=random)
+        self._steps = 0
         self._patterns = {part.words.device: pattern.to(part.words.device) for part in self.parts}
         self.fill()
 
@@ -67,9 +71,23 @@ class State:
         """This rank's parts as plain tensors, for what knows nothing of DTensors."""
         return {part.name: part.words for part in self.parts}
 
+    def train(self) -> None:
+        """A step: every value changes, as an optimizer leaves it. Else a save would link what it has saved before."""
+        self._steps += 1
+        self.fill()
+
+    def freeze(self, share: float) -> "State":
+        """From now on about this share of the bytes stays as it is; returns itself."""
+        left = share * self.size_bytes
+        for number, part in enumerate(self.parts):
+            if part.words.nbytes <= left:
+                left -= part.words.nbytes
+                self.parts[number] = replace(part, is_frozen=True)
+        return self
+
     def fill(self) -> None:
         for part in self.parts:
-            for piece, wanted in part.pieces(self._patterns[part.words.device]):
+            for piece, wanted in part.pieces(self._patterns[part.words.device], self._steps):
                 piece.copy_(wanted)
 
     def spoil(self) -> None:
@@ -82,7 +100,10 @@ class State:
         return [
             part.name
             for part in self.parts
-            if not all(torch.equal(piece, wanted) for piece, wanted in part.pieces(self._patterns[part.words.device]))
+            if not all(
+                torch.equal(piece, wanted)
+                for piece, wanted in part.pieces(self._patterns[part.words.device], self._steps)
+            )
         ]
 
 
@@ -109,6 +130,11 @@ def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
 def fsdp2(size_bytes: int, rank: int, world_size: int, device: str = "cpu") -> State:
     """A transformer's layers under `fully_shard`, and AdamW's moments of them: about `size_bytes` over all ranks."""
     return _sharded(size_bytes, init_device_mesh(device, (world_size,)), rank, world_size, device)
+
+
+def frozen(size_bytes: int, rank: int, world_size: int) -> State:
+    """The same, of which 95 % do not change, as of a model with adapters."""
+    return fsdp2(size_bytes, rank, world_size).freeze(0.95)
 
 
 def hsdp(size_bytes: int, rank: int, world_size: int) -> State:
@@ -179,6 +205,7 @@ def plain(size_bytes: int, rank: int, world_size: int) -> State:
 
 BUILDERS: dict[str, Callable[[int, int, int], State]] = {
     "fsdp2": fsdp2,
+    "frozen": frozen,
     "fsdp2 on cuda": partial(fsdp2, device="cuda"),
     "small": small,
     "small adamw": small_adamw,

@@ -12,6 +12,7 @@ TITLES = {
     "repeat": "The third save and later ones with keep_last=1",
     "repeat small": "The same with many small tensors",
     "parts fsdp2": "A file for each part of a checkpoint, of a model under AdamW",
+    "parts frozen": "A model of which 95 % do not change",
     "parts small adamw": "A file for each part of a checkpoint, of many small tensors",
     "replicas ddp": "A DDP model under AdamW, of which every rank has a replica",
     "replicas hsdp": "An HSDP model under AdamW, of which every node, or every second one, has a replica",

@@ -84,7 +84,7 @@ def _repeated(options: Options, setup: Setup, suite: str, kind: str, size_bytes:
     wanted = _REPEATED_COPIES[-1:] if options.is_quick else _REPEATED_COPIES
     seconds = options.seconds * SHARE_OF_REPEAT / (len(options.media) * _STATES * len(wanted))
     for copies in wanted:
-        cases = [stock_case(f"stock, compared with {_count_of(copies)}"), _keeping_case(copies)]
+        cases = [stock_case(f"stock, compared with {_count_of(copies)}"), keeping_case(copies)]
         with cluster_on(options, setup, (1 + copies * _GENERATIONS) * size_bytes) as cluster:
             rows += rows_in(
                 cluster,
@@ -104,7 +104,7 @@ def _count_of(copies: int) -> str:
     return "1 copy" if copies == 1 else f"{copies} copies"
 
 
-def _keeping_case(copies: int) -> Case:
+def keeping_case(copies: int) -> Case:
     options = {"copies": copies, "ack": "peer"}
     return {"name": f"ours, {_count_of(copies)}", "way": "ours that keeps one", "options": options, "copies": copies}
 
