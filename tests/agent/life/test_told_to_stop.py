@@ -86,7 +86,7 @@ def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
     document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
     with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="it is stopping") as refused:
         client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": peers_of(*job.agents)})
-    assert "save again" in refused.value.hint
+    assert "Save again" in refused.value.hint
     job.finish()
     job.die()
     assert job.agents[0].process.wait(WITHIN_S) == 0
