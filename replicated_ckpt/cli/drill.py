@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scenario",
         choices=[*(scenario.value for scenario in Scenario), "all"],
         default="all",
-        help="what happens to the nodes (default: all, in turn)",
+        help="shrink: one node is lost. replace: it returns blank. coordinator: the same with rank 0's node. grow: it and "
+        "one more join, blank. beyond: all holders of a shard are lost. cluster: all nodes are lost, the bucket stays "
+        "(default: all, in turn)",
     )
     add("--nodes", type=int, default=defaults.nodes, help="nodes to simulate (default: %(default)s)")
     add("--ranks-per-node", type=int, default=defaults.ranks_per_node, help="ranks on each (default: %(default)s)")

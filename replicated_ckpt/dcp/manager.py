@@ -238,7 +238,8 @@ class CheckpointManager:
     ) -> None:
         """Waits for the previous asynchronous save, copies the state, and returns. The copy is saved in the background.
 
-        Arguments as of `save`. The next call of this manager raises an error of the save in the background.
+        Arguments as of `save`. The next call that waits for the save raises its error; `should_save` does not
+        wait.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the previous asynchronous save failed, and nothing was saved now.

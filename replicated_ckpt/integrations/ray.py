@@ -24,10 +24,11 @@ _REFERENCE = "replicated_ckpt.json"
 class RayCheckpointManager(CheckpointManager):
     """For the loop of a Ray Train worker, called by all workers. Checkpoints lie on their nodes, Ray gets references.
 
-    Once a save is committed it is reported to Ray with its `metrics`: of an asynchronous one when the manager is called
-    next, at the latest by `close`. The checkpoint that Ray keeps for it is a small file with the step, in its storage. So
-    `Result.checkpoint`, `Result.metrics` and `ray.train.get_checkpoint` work, and `reported_step` returns the step of each.
-    `CheckpointConfig` removes only the reference there: `retention` decides which checkpoints the nodes keep.
+    `save` reports the checkpoint to Ray with its `metrics` before it returns. An asynchronous save is reported by the next
+    call that waits for it, as `save` and `restore` do, else by `close`. `close` reports nothing while an exception is under
+    way. The checkpoint that Ray keeps for it is a small file with the step, in its storage. So `Result.checkpoint`,
+    `Result.metrics` and `ray.train.get_checkpoint` work, and the function `reported_step` returns the step of such a
+    checkpoint. `CheckpointConfig` removes only the reference there: `retention` decides which checkpoints the nodes keep.
 
     `should_save` is true once more when Ray announces that a node is taken away (ray.train.get_preemption_info, Ray 2.60
     on), and for each further node. Training continues then, as Ray advises: Ray restarts the group when the node is gone.

@@ -28,10 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the node was forgotten, now or before. FAILED if it stays, as it may have the last copy of a file.
+    """Exit code: OK if the node is forgotten, by this command or an earlier one. FAILED if it stays: it may have the
+    last copy of a file, and `--force` is missing.
 
     Raises:
-        ConfigInvalid: no such node is in the book, or it answers. StoreError, AgentUnavailable
+        ConfigInvalid: the address book has no such node, or several, or the node answers. StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
     seen = look_at_nodes(store)

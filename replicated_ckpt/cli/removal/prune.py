@@ -12,8 +12,9 @@ from replicated_ckpt.core.upkeep.retention import plan_prune
 from replicated_ckpt.wording import plural
 
 HELP = (
-    "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does. A "
-    "bucket with a policy of the job is left to that policy."
+    "Remove all but the newest checkpoints of each run from this node, and from the bucket once no other node has them. "
+    "Run it on each node. What the job's own keep_every and keep_best keep stays. A bucket with a policy of the job is "
+    "left to that policy, unless --object-store names it."
 )
 
 

@@ -115,7 +115,7 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
     if manifest.save_id in service.store.journal.read_removed():
         raise SaveAborted(
             f"The user of this node removed {manifest.checkpoint_id!r}.",
-            "To upload it, restore it on this node first.",
+            "To upload it, put its directory back on this node first.",
         )
 
 
