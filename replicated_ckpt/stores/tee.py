@@ -76,7 +76,7 @@ class _SinkThread(threading.Thread):
         while True:
             piece = self.pieces.get()
             if not isinstance(piece, _Piece):
-                # A table or None ends the queue, also after an error: `_join` waits for this thread.
+                # A table or None ends the queue, also after an error: `join` waits for this thread.
                 break
             if self.error is None:
                 self.write_s += self._guard(partial(self.sink.write, *piece.views))
@@ -135,7 +135,7 @@ class Tee:
                 start_thread(thread)
             except StoreUnavailable:
                 self.discard()
-                # Sinks without a thread are not in `_join`, and would keep their files and connections.
+                # Sinks without a thread are not in `join`, and would keep their files and connections.
                 for other in sinks[len(self._threads) :]:
                     other.discard()
                 raise
@@ -238,24 +238,33 @@ class Tee:
 
     def finish(self) -> tuple[BlockTable, tuple[Outcome, ...]]:
         """Appends the footer, waits for every sink, and returns the table and the outcome of each sink."""
+        table = self.end()
+        return table, self.join()
+
+    def end(self) -> BlockTable:
+        """Appends the footer, and does not wait: `join` must be called. Another shard may be written meanwhile."""
         self._hash_listed()
         self._is_hashed = True
         table = self._hasher.table()
         self.write(table.encode())
         self._dispatch()
-        return table, self._join(table)
+        self._end_sinks(table)
+        return table
 
     def discard(self) -> None:
         """Aborts the shard at every sink. May be called after an error at any point; never raises."""
         if self._buffer is not None:
             self._buffers.free.put(self._buffer)
             self._buffer = None
-        self._join(None)
+        self._end_sinks(None)
+        self.join()
 
-    def _join(self, last: BlockTable | None) -> tuple[Outcome, ...]:
+    def _end_sinks(self, last: BlockTable | None) -> None:
         for thread in self._threads:
-            # All get the end first, so that their fsyncs and acknowledgements overlap.
             thread.pieces.put(last)
+
+    def join(self) -> tuple[Outcome, ...]:
+        """Waits for every sink, and returns the outcome of each."""
         for thread in self._threads:
             thread.join()
         return tuple(Outcome(thread.error, thread.write_s, thread.finish_s) for thread in self._threads)

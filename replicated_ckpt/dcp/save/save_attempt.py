@@ -64,7 +64,7 @@ from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences
 from replicated_ckpt.dcp.save.save_parts import Parts
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, add_phases, report_ranks, report_save
-from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
+from replicated_ckpt.dcp.save.shard_writer import ShardUnderWay, ShardWriter, WrittenShard
 from replicated_ckpt.dcp.save.submission import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, ReplicasDiverged, SaveAborted
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
@@ -439,12 +439,18 @@ class SaveAttempt:
         self._warn(self._parts.retaining.submit(decision, rank))
         own_apart, entries = bool(find_helped(decision, rank)), self._parts.shards.unchanged
         changing, unchanged = (plan.items, ()) if entries is None else entries.begin_save(plan.items)
-        shards = [
-            self._write_part(items, part, planner, staged)
-            for part, items in self._parts.parts.divide(changing, own_apart=own_apart).items()
-        ]
-        if unchanged:
-            shards.append(self._parts.shards.write_unchanged(unchanged, planner, decision, rank))
+        under_way: list[WrittenShard | ShardUnderWay] = []
+        try:
+            for part, items in self._parts.parts.divide(changing, own_apart=own_apart).items():
+                under_way.append(self._begin_part(items, part, planner, staged))
+            if unchanged:
+                under_way.append(self._parts.shards.write_unchanged(unchanged, planner, decision, rank))
+            shards = [shard.end() for shard in under_way]
+        except BaseException:
+            # The caller may change the state once this has raised.
+            for shard in under_way:
+                shard.wait()
+            raise
         receipt = Receipt(
             tuple(shard.receipt for shard in shards),
             seconds=time.monotonic() - self._started_at,
@@ -459,9 +465,9 @@ class SaveAttempt:
         self._warn(missed)
         return [result for shard in shards for result in shard.results], receipt
 
-    def _write_part(
+    def _begin_part(
         self, items: Sequence[WriteItem], part: Part, planner: SavePlanner, staged: memoryview | None
-    ) -> WrittenShard:
+    ) -> WrittenShard | ShardUnderWay:
         writer, decision, rank = self._parts.shards, self._decision, self._world.rank
         has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
         if staged is not None and has_agent:
@@ -470,7 +476,7 @@ class SaveAttempt:
                 self._held.follow(submitted.follower)
                 return submitted
         # No agent takes it, or the shard does not lie in shared memory.
-        return writer.write_shard(items, part, planner, decision, rank)
+        return writer.begin_shard(items, part, planner, decision, rank)
 
     def _copy_others(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None) -> tuple[ShardReceipt, ...]:
         """Writes or submits the copies for which this rank is the helper. After its own shard: the save waits for that."""

@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.node.saves.linked_copies import link_copies
-from replicated_ckpt.node.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.node.saves.shard_copies import CopiesUnderWay, WantedCopies, begin_copies, write_copies
 from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
@@ -46,6 +46,31 @@ class WrittenShard:
     missed: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     follower: Follower | None = None
+
+    def wait(self) -> None:
+        """As of ShardUnderWay."""
+
+    def end(self) -> "WrittenShard":
+        """As of ShardUnderWay."""
+        return self
+
+
+@dataclass(frozen=True)
+class ShardUnderWay:
+    """A shard whose bytes are on their way, and DCP's results for its items."""
+
+    copies: CopiesUnderWay
+    results: list[WriteResult]
+
+    def wait(self) -> None:
+        """After this the state is not read any more, whatever became of the shard."""
+        self.copies.wait()
+
+    def end(self) -> WrittenShard:
+        """Waits for the shard, which is durable in the node's own store then. Raises as `write_shard`."""
+        found = self.copies.end()
+        receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
+        return WrittenShard(receipt, self.results, list(found.missed), dict(found.phases))
 
 
 class ShardWriter:
@@ -74,7 +99,7 @@ class ShardWriter:
         if file is not None and file.has(items, hashes):
             found = link_copies(self._store, wanted, file.source)
         if file is None or found is None:
-            written = self._write(items, planner, wanted)
+            written = self._begin(items, planner, wanted).end()
         else:
             receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders, is_linked=True)
             written = WrittenShard(receipt, file.results_in(found.name), phases=dict(found.phases))
@@ -92,17 +117,21 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
-        return self._write(items, planner, self._choose_places(decision, rank, part), self.unchanged)
+        return self.begin_shard(items, part, planner, decision, rank).end()
 
-    def _write(
+    def begin_shard(
+        self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, rank: int
+    ) -> ShardUnderWay:
+        """As `write_shard`, but does not wait for disks and buddies: the next part is written meanwhile."""
+        return self._begin(items, planner, self._choose_places(decision, rank, part), self.unchanged)
+
+    def _begin(
         self, items: Items, planner: SavePlanner, wanted: WantedCopies, unchanged: UnchangedEntries | None = None
-    ) -> WrittenShard:
+    ) -> ShardUnderWay:
         results: list[WriteResult] = []
         self._buffers = self._buffers or Buffers()
         lay_out = partial(self._lay_out, items, planner, wanted.name, results, unchanged=unchanged)
-        found = write_copies(self._store, wanted, self._buffers, lay_out)
-        receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
-        return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
+        return ShardUnderWay(begin_copies(self._store, wanted, self._buffers, lay_out), results)
 
     def write_copy(
         self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, owner: int, rank: int

@@ -100,6 +100,18 @@ def write_copies(
     Raises:
         SaveAborted: the save was aborted elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
     """
+    return begin_copies(store, wanted, buffers, fill, is_behind=is_behind).end()
+
+
+def begin_copies(
+    store: LocalStore,
+    wanted: WantedCopies,
+    buffers: Buffers,
+    fill: Callable[[Tee], object],
+    *,
+    is_behind: bool = False,
+) -> "CopiesUnderWay":
+    """As `write_copies`, but returns once `fill` has: the next shard is filled while this one becomes durable."""
     path = store.path_of_staged(wanted.save_id, wanted.name)
     own_file = FileSink.create(path, wanted.direct_io, RecycledFiles(store.root))
     sinks: list[Sink] = [own_file]
@@ -109,21 +121,41 @@ def write_copies(
     try:
         fill(tee)
         phases = {"serialise": time.perf_counter() - began - tee.waited_s}
-        table, outcomes = tee.finish()
+        table = tee.end()
     except BaseException:
         tee.discard()
         raise
-    # Failed copies are made again from this node's own file: without it there is nothing to send.
-    if outcomes[0].error is not None:
-        raise outcomes[0].error
-    began = time.perf_counter()
-    holders, missed = _make_up(store, wanted, table, outcomes[1:])
-    phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
-    phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
-    if wanted.buddies:
-        phases["send"] += time.perf_counter() - began
-    all_holders = (wanted.own, *holders)
-    return WrittenCopies(wanted.name, table.file_bytes, table.file_crc(), all_holders, tuple(missed), phases)
+    return CopiesUnderWay(store, wanted, table, tee, phases)
+
+
+@dataclass(frozen=True)
+class CopiesUnderWay:
+    """The copies of a shard whose bytes are on their way. `end` or `wait` must be called, once, by one thread."""
+
+    store: LocalStore
+    wanted: WantedCopies
+    table: BlockTable
+    tee: Tee
+    phases: Mapping[str, float]
+
+    def wait(self) -> None:
+        """After this the bytes are not read any more, whatever became of the copies."""
+        self.tee.join()
+
+    def end(self) -> WrittenCopies:
+        """Waits for the copies, and makes up for those that failed. Raises as `write_copies`."""
+        wanted, table, outcomes = self.wanted, self.table, self.tee.join()
+        # Failed copies are made again from this node's own file: without it there is nothing to send.
+        if outcomes[0].error is not None:
+            raise outcomes[0].error
+        began = time.perf_counter()
+        holders, missed = _make_up(self.store, wanted, table, outcomes[1:])
+        phases = {**self.phases, "write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
+        phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
+        if wanted.buddies:
+            phases["send"] += time.perf_counter() - began
+        all_holders = (wanted.own, *holders)
+        return WrittenCopies(wanted.name, table.file_bytes, table.file_crc(), all_holders, tuple(missed), phases)
 
 
 def _make_up(
