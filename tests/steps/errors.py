@@ -51,7 +51,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "save: number": (replicated_ckpt.dcp.save.save_attempt, "assign_sequence"),
     "save: weigh": (replicated_ckpt.dcp.save.save_attempt, "list_weaknesses"),
     "save: hold": (LocalStore, "lock_save"),
-    "save: write": (ShardWriter, "write_shard"),
+    "save: write": (ShardWriter, "begin_shard"),
     "save: written": (replicated_ckpt.dcp.save.save_attempt, "report_save"),
     "save: receipt": (replicated_ckpt.dcp.save.save_attempt, "register_again"),
     "save: post": (replicated_ckpt.dcp.save.save_attempt, "make_receipt_post"),

@@ -67,7 +67,7 @@ class ShardUnderWay:
         self.copies.wait()
 
     def end(self) -> WrittenShard:
-        """Waits for the shard, which is durable in the node's own store then. Raises as `write_shard`."""
+        """Waits for the shard, which is durable in the node's own store then. Raises as `begin_shard`."""
         found = self.copies.end()
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, self.results, list(found.missed), dict(found.phases))
@@ -87,9 +87,9 @@ class ShardWriter:
         self.unchanged = UnchangedEntries() if links else None
 
     def write_unchanged(self, items: Items, planner: SavePlanner, decision: SaveDecision, rank: int) -> WrittenShard:
-        """Links the last save's file of these items here and at the buddies, or writes them as `write_shard`.
+        """Links the last save's file of these items here and at the buddies, or writes them as `begin_shard`.
 
-        Raises as `write_shard`.
+        Raises as `begin_shard`.
         """
         unchanged, began = self.unchanged, time.perf_counter()
         assert unchanged is not None, "without it no item is known not to change"
@@ -107,22 +107,16 @@ class ShardWriter:
         unchanged.note_written(UnchangedFile(written.receipt, written.results, hashes))
         return written
 
-    def write_shard(
+    def begin_shard(
         self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, rank: int
-    ) -> WrittenShard:
-        """Writes the items of one part as one shard. It is durable in the node's own store when this returns.
+    ) -> ShardUnderWay:
+        """Writes the items of one part as one shard, and does not wait for disks and buddies: `end` of the result does.
 
         A buddy that fails is replaced by another node, or listed in `missed` if no node can take the copy.
 
         Raises:
             SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
-        return self.begin_shard(items, part, planner, decision, rank).end()
-
-    def begin_shard(
-        self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, rank: int
-    ) -> ShardUnderWay:
-        """As `write_shard`, but does not wait for disks and buddies: the next part is written meanwhile."""
         return self._begin(items, planner, self._choose_places(decision, rank, part), self.unchanged)
 
     def _begin(
@@ -138,7 +132,7 @@ class ShardWriter:
     ) -> ShardReceipt:
         """Writes these items, which this rank has, too, as a shard of the rank `owner`, into this node's own store.
 
-        Raises as `write_shard`.
+        Raises as `begin_shard`.
         """
         wanted = self._choose_place_of_copy(decision, owner, rank, part)
         self._buffers = self._buffers or Buffers()

@@ -93,7 +93,7 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
     planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
     started = stopwatch.now()
     shards = ShardWriter(store, "off")
-    written = shards.write_shard(planner.create_local_plan().items, Part.WEIGHTS, planner, decision, 0)
+    written = shards.begin_shard(planner.create_local_plan().items, Part.WEIGHTS, planner, decision, 0).end()
     assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
     assert stopwatch.now() - started < 2 * PROGRESS_TIMEOUT_S
     assert written.receipt.holders == (own.node_id,)
