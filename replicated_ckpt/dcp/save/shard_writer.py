@@ -23,8 +23,13 @@ from replicated_ckpt.dcp.save.unchanged import UnchangedEntries, UnchangedFile
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
-from replicated_ckpt.node.saves.linked_copies import link_copies
-from replicated_ckpt.node.saves.shard_copies import CopiesUnderWay, WantedCopies, begin_copies, write_copies
+from replicated_ckpt.node.saves.shard_copies import (
+    CopiesUnderWay,
+    WantedCopies,
+    begin_copies,
+    link_copies,
+    write_copies,
+)
 from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers

@@ -1,22 +1,29 @@
-"""Writes the copies of one shard in one pass, to the own store and to the buddies; failed copies are sent once more."""
+"""The copies of one shard, in the own store and at the buddies: written in one pass, or links of files that they have.
+
+Failed copies are sent once more.
+"""
 
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import ShardName, is_save_id
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
-from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerSink
+from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
 from replicated_ckpt.stores.tee import BUFFER_BYTES, Buffers, Outcome, Sink, Tee
 
@@ -213,3 +220,33 @@ def _copy(
 
 def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = False) -> PeerSink:
     return PeerSink(address, wanted.save_id, wanted.name, durable=wanted.durable, is_behind=is_behind)
+
+
+def link_copies(store: LocalStore, wanted: WantedCopies, source: CommittedShard) -> WrittenCopies | None:
+    """Links a committed shard as the wanted one, in the node's own store and at all its buddies.
+
+    None: one of them cannot link it. Then the shard is to be written with the same bytes, everywhere: a link that was
+    made is as good as a written file, or is replaced by one.
+
+    Raises:
+        SaveAborted: the save was aborted elsewhere.
+    """
+    began = time.perf_counter()
+    try:
+        is_bad = DamageBook(store).has_file
+        store.link_staged(wanted.save_id, wanted.name, source, is_bad, durable=True)
+        FanOut.run(wanted.buddies, partial(_link_at, wanted=wanted, source=source)).raise_first()
+    except SaveAborted:
+        raise
+    except ReplicatedCkptError as exc:
+        log.info("%s is written anew, as it cannot be linked everywhere: %s", wanted.name, exc)
+        return None
+    phases = {"write": time.perf_counter() - began}
+    holders = (wanted.own, *(buddy.node_id for buddy in wanted.buddies))
+    return WrittenCopies(wanted.name, source.size_bytes, source.crc32c, holders, phases=phases)
+
+
+def _link_at(buddy: AgentAddress, *, wanted: WantedCopies, source: CommittedShard) -> None:
+    with AgentClient(buddy) as client:
+        body = {"source": source.to_json(), "durable": wanted.durable}
+        client.call("POST", f"/v1/saves/{wanted.save_id}/{wanted.name}/link", body)

@@ -1,9 +1,12 @@
-"""The progress of one save's upload, in memory: the parts that are done, and the time of the next try."""
+"""Uploads, in memory: the progress of each save, with the time of the next try; and the files whose bytes a bucket has."""
 
+import os
 import random
+import threading
 from dataclasses import dataclass, field
 
 from replicated_ckpt.core.bucket.upload_plan import UploadState
+from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, StoreDenied
 
 WAIT_FIRST_S, WAIT_MAX_S = 0.1, 10.0
@@ -72,3 +75,37 @@ class UploadProgress:
 
     def _pause(self, now: float, pause_s: float) -> None:
         self.due = now + pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - chance, not secrecy
+
+
+_KNOWN_MAX = 256
+_Place = tuple[str, int, int, int]
+
+
+class UploadedFiles:
+    """The keys of uploaded files of unchanged entries, by bucket and file. Safe for concurrent use.
+
+    No file is written in place, so the same file has the same bytes. An agent that starts knows none, and uploads once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: dict[_Place, str] = {}
+
+    def find(self, url: str, status: os.stat_result) -> str | None:
+        """The key under which the bucket has this file."""
+        with self._lock:
+            return self._keys.get(_place_of(url, status))
+
+    def note(self, url: str, status: os.stat_result, name: str, key: str) -> None:
+        """The bucket has this file, the shard `name`, under this key. Only those of unchanged entries are kept."""
+        if part_of_shard(name) is not Part.UNCHANGED:
+            return
+        with self._lock:
+            self._keys.pop(_place_of(url, status), None)  # the newest key last
+            self._keys[_place_of(url, status)] = key
+            for old in list(self._keys)[:-_KNOWN_MAX]:
+                del self._keys[old]
+
+
+def _place_of(url: str, status: os.stat_result) -> _Place:
+    return url, status.st_ino, status.st_mtime_ns, status.st_size

@@ -30,8 +30,7 @@ from replicated_ckpt.node.uploads.bucket_retention import (
     tidy_after,
     withdraw_removed,
 )
-from replicated_ckpt.node.uploads.upload_progress import RETRY_MAX_S, UploadProgress
-from replicated_ckpt.node.uploads.uploaded_files import UploadedFiles
+from replicated_ckpt.node.uploads.upload_progress import RETRY_MAX_S, UploadedFiles, UploadProgress
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient

@@ -380,3 +380,28 @@ def _is_filtered(flags: int) -> bool:
     """Whether a container's seccomp filter refuses the call as such: an empty path is ENOENT to a kernel that gets it."""
     _libc.renameat2(_AT_FDCWD, b"", _AT_FDCWD, b"", flags)
     return ctypes.get_errno() == errno.EPERM
+
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def name_small_file(path: Path, target: Path) -> None:
+    """Gives a small file one more name, or copies it if the file system has no hard links."""
+    if not link_file(path, target):
+        write_file(target, path.read_bytes())
+
+
+def link_file(path: Path, target: Path) -> bool:
+    """Gives a file one more name. False: the file system has no hard links. Raises OSError"""
+    try:
+        if is_there(target) and os.path.samestat(path.lstat(), target.lstat()):
+            return True
+        path.lstat()
+        # A name of an interrupted try: it may be of other bytes, and link(2) does not replace.
+        target.unlink(missing_ok=True)
+        os.link(path, target, follow_symlinks=False)
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS:
+            raise
+        return False
+    return True

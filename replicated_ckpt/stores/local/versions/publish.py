@@ -20,9 +20,8 @@ from replicated_ckpt.core.layout import (
 from replicated_ckpt.core.manifest import Manifest, ShardEntry, decode_manifest, find_save_id
 from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, SaveSuperseded
-from replicated_ckpt.stores.files.durable import fsync_directory, hash_file
+from replicated_ckpt.stores.files.durable import fsync_directory, hash_file, link_file, name_small_file
 from replicated_ckpt.stores.files.existence import closing_fd, is_there, list_prefixed, open_plain, read_plain
-from replicated_ckpt.stores.files.links import link_file, name_small_file
 from replicated_ckpt.stores.local.directories.catalog import Catalog, manifest_readable
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent

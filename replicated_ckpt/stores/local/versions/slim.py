@@ -19,9 +19,8 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ManifestInvalid
-from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors
+from replicated_ckpt.stores.files.durable import fsync_directory, name_small_file, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_there
-from replicated_ckpt.stores.files.links import name_small_file
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
