@@ -34,5 +34,10 @@ def test_each_part_has_a_file_and_loads(cluster_of: ClusterOf, is_async: bool) -
             path.unlink()
     weights = call(parts.load, name="run/step-1", number=1, parts=("model", "step"), is_stock=True)
     assert cluster.run(weights, nodes=[0, 1]) == [[], []]
+    ours = call(parts.load, name="run/step-1", number=1, parts=("model", "step"))
+    assert cluster.run(ours, nodes=[0, 1]) == [[], []]
+    target = cluster.base / "weights"
+    words = ["export", "run/step-1", str(target), "--root", str(cluster.nodes[0].disk), "--to", "safetensors"]
+    assert main([*words, "--include", "model.*"]) == ExitCode.OK, "no byte of the optimizer is read"
     gone = [main(["verify", "--root", str(node.disk), "run/step-1"]) for node in cluster.nodes]
     assert all(code != ExitCode.OK for code in gone)
