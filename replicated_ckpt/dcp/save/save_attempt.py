@@ -440,12 +440,14 @@ class SaveAttempt:
         own_apart, entries = bool(find_helped(decision, rank)), self._parts.shards.unchanged
         changing, unchanged = (plan.items, ()) if entries is None else entries.begin_save(plan.items)
         under_way: list[WrittenShard | ShardUnderWay] = []
+        shards: list[WrittenShard] = []
         try:
             for part, items in self._parts.parts.divide(changing, own_apart=own_apart).items():
                 under_way.append(self._begin_part(items, part, planner, staged))
             if unchanged:
                 under_way.append(self._parts.shards.write_unchanged(unchanged, planner, decision, rank))
-            shards = [shard.end() for shard in under_way]
+            while under_way:
+                shards.append(under_way.pop(0).end())
         except BaseException:
             # The caller may change the state once this has raised.
             for shard in under_way:
