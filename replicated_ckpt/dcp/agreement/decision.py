@@ -1,6 +1,5 @@
 """The decision about one save: what the coordinator drew and chose, as every rank reads it, and each rank's receipt."""
 
-import math
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from replicated_ckpt.core.manifest import find_shared
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.agreement.node_post import NodePost, id_under
 from replicated_ckpt.dcp.c10d.group_pool import check_wanted_alike
-from replicated_ckpt.dcp.planning.cached_plan import find_whole
+from replicated_ckpt.dcp.planning.cached_plan import find_whole, planned_bytes
 from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import NOTHING_ANNOUNCED, Announced, Intent
@@ -59,8 +58,7 @@ def _shard_bytes_max(plan: SavePlan) -> int:
 
 
 def _tensor_bytes(plan: SavePlan) -> int:
-    tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
-    return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
+    return sum(map(planned_bytes, plan.items))
 
 
 STAYS = ("nodes", "node_by_rank", "placement", "helpers")

@@ -1,6 +1,7 @@
 """Plans that do not travel, as their receivers have them from the save or load before; and the error if one has not."""
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -58,6 +59,12 @@ class CachedSavePlan(SavePlan):
 def find_whole(plan: SavePlan) -> SavePlan:
     """The plan itself or, on the rank that made a cached one, the plan that it stands for."""
     return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
+
+
+def planned_bytes(item: WriteItem) -> int:
+    """Bytes of an item's tensor, as planned; 0 of an object."""
+    tensor = item.tensor_data
+    return 0 if tensor is None else math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize
 
 
 class CachedReadItems(list[ReadItem]):

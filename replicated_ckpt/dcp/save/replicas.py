@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from replicated_ckpt.core.divergence import Divergence, Turn, find_differing, pack_units
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.planning.cached_plan import find_whole
+from replicated_ckpt.dcp.planning.cached_plan import find_whole, planned_bytes
 from replicated_ckpt.dcp.runtime.torch_private import DTensor
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
 from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
@@ -167,7 +167,7 @@ def _is_all_sharded(value: object) -> bool:
 def _count_units(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 1
-    return _count_of(math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize)
+    return _count_of(planned_bytes(item))
 
 
 def _count_of(size_bytes: int) -> int:

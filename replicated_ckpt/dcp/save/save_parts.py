@@ -1,6 +1,5 @@
 """A save in parts: the file of each item that a rank writes, and the metadata of the checkpoint without its optimizer."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -10,6 +9,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from replicated_ckpt.core.parts import Part, part_of_entry, part_of_shard, prefixes_of
 from replicated_ckpt.dcp.planning.cached_layouts import holds_paths_only
+from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.rank_state.rank_state import find_own
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -72,17 +72,12 @@ class Parts:
             (apart if fqn in own else found[self.part_of_entry(fqn)]).append(item)
         weights = found[Part.WEIGHTS]
         for part in (Part.REST, Part.OPTIMIZER):
-            is_small = sum(map(_bytes_of, found[part])) < OWN_FILE_BYTES_MIN
+            is_small = sum(map(planned_bytes, found[part])) < OWN_FILE_BYTES_MIN
             if (weights and is_small) or (part is Part.REST and (own or not weights)):
                 weights += found[part]
                 found[part] = []
         found[Part.REST] += apart
         return {part: members for part, members in found.items() if members}
-
-
-def _bytes_of(item: WriteItem) -> int:
-    tensor = item.tensor_data
-    return 0 if tensor is None else math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize
 
 
 def without_optimizer(metadata: Metadata, parts: Parts) -> tuple[Metadata, tuple[str, ...]] | None:

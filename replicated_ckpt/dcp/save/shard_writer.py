@@ -1,7 +1,6 @@
 """Writing this rank's shard, or submitting it: to the node's own store and to the buddies."""
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.parts import Part
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.own_copies import Items, find_helped, is_copied
 from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
@@ -28,7 +28,6 @@ from replicated_ckpt.node.saves.shard_copies import (
     WantedCopies,
     begin_copies,
     link_copies,
-    write_copies,
 )
 from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
@@ -140,11 +139,9 @@ class ShardWriter:
         Raises as `begin_shard`.
         """
         wanted = self._choose_place_of_copy(decision, owner, rank, part)
-        self._buffers = self._buffers or Buffers()
-        lay_out = partial(self._lay_out, items, planner, wanted.name, [])
-        found = write_copies(self._store, wanted, self._buffers, lay_out)
+        written = self._begin(items, planner, wanted).end()
         failpoints.reach("rank.helped")
-        return ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
+        return written.receipt
 
     def submit_copy(
         self,
@@ -275,12 +272,5 @@ def _split_by_size(items: Items) -> tuple[list[WriteItem], list[WriteItem]]:
     small: list[WriteItem] = []
     large: list[WriteItem] = []
     for item in items:
-        (large if _is_large(item) else small).append(item)
+        (large if planned_bytes(item) >= _LARGE_BYTES else small).append(item)
     return small, large
-
-
-def _is_large(item: WriteItem) -> bool:
-    if item.tensor_data is None:
-        return False
-    elements = math.prod(item.tensor_data.chunk.sizes)
-    return elements * item.tensor_data.properties.dtype.itemsize >= _LARGE_BYTES

@@ -4,7 +4,6 @@ Samples of the bytes only choose what goes into that file. It is linked only if 
 they would be written now, is that of the save that wrote it. So an entry that changes costs its samples, and no hash.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from xxhash import xxh3_128
 
 from replicated_ckpt.dcp.agreement.decision import ShardReceipt
+from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream, align
 from replicated_ckpt.stores.local.versions.linked import CommittedShard
 
@@ -146,10 +146,7 @@ class UnchangedEntries:
         return offset, length
 
     def _is_candidate(self, item: WriteItem) -> bool:
-        tensor = item.tensor_data
-        if tensor is None or item.index in self._excluded:
-            return False
-        return math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize >= ENTRY_BYTES_MIN
+        return item.index not in self._excluded and planned_bytes(item) >= ENTRY_BYTES_MIN
 
     def hash_items(self, writer: ItemWriter, items: Items, planner: SavePlanner) -> list[bytes]:
         """The hash of the bytes of each item, as they would be written now."""
