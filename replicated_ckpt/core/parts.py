@@ -7,6 +7,7 @@ plus the part. So `__4_0.distcp` and `__4_1.distcp` are the weights and the opti
 import re
 from collections.abc import Collection, Iterable, Iterator
 from enum import IntEnum
+from functools import lru_cache
 
 from replicated_ckpt.core.layout import ShardName
 
@@ -30,7 +31,12 @@ _DEPTH = 2
 
 def part_of_entry(fqn: str) -> Part:
     """The part of an entry by its FQN, by the names that people and frameworks use. The first part that matches counts."""
-    for name in fqn.split(".", _DEPTH)[:_DEPTH]:
+    return _part_of_names(*fqn.split(".", _DEPTH)[:_DEPTH])
+
+
+@lru_cache(maxsize=4096)  # a state has 10,000 names, and few first parts of them
+def _part_of_names(*names: str) -> Part:
+    for name in names:
         if _OPTIMIZER.fullmatch(name):
             return Part.OPTIMIZER
         if _WEIGHTS.fullmatch(name):

@@ -1,5 +1,11 @@
 """The bucket's own policy drops the optimizer of older checkpoints there; what loads, and after an interruption."""
 
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,9 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.slim import slim
-from tests.agent.agents import stop_agent, wait_for
+from tests.agent.agents import HOME, stop_agent, wait_for
 from tests.dcp.load.test_dropped import check_weights, error_of, state
+from tests.marks import mark_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -124,6 +131,50 @@ def test_an_interruption_leaves_one_or_the_other(root: Path, tmp_path: Path) -> 
     assert there is not None
     bucket.remove(there)
     assert not list((tmp_path / "bucket").rglob("*.*"))
+
+
+SLIM = """
+import sys
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+bucket = Bucket(open_client(ObjectTarget.check_supported(sys.argv[1], None)))
+saves = list(bucket.saves())
+print("begun", flush=True)
+for save in saves:
+    slim_in_bucket(bucket, save.checkpoint_id, save.save_id)
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", mark_long([3, 200], keep=[3]))
+def test_kills_while_the_bucket_is_slimmed(tmp_path: Path, kills: int) -> None:
+    """At random moments: every checkpoint loads its weights, and what is left of an optimizer goes in the next try."""
+    drawn, done, steps = random.Random(kills), 0, range(1, 7)
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    for number in itertools.count():
+        if done >= kills:
+            break
+        root, folder = tmp_path / f"node{number}", tmp_path / f"bucket{number}"
+        folder.mkdir()
+        url = f"file://{folder}"
+        save(root, steps, url)
+        stop_agent(root)
+        bucket, is_over = bucket_at(url), False
+        while not is_over:
+            words = [sys.executable, "-c", SLIM, url]
+            with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "begun\n"
+                time.sleep(drawn.uniform(0.0, 0.05))
+                is_over = process.poll() == 0
+                process.kill()
+            done += not is_over
+            check_intact(bucket)
+            for step in (steps[0], steps[-1]):
+                check_weights(load_weights(FileSystemReader(folder / f"step-{step}"), no_dist=True), step)
+        assert full(bucket) == []
 
 
 def test_a_slimmed_save_is_uploaded(root: Path, tmp_path: Path) -> None:

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt import failpoints
+from replicated_ckpt import Retention, failpoints
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME
 from tests.agent.checkpoints import METADATA, WEIGHTS, checkpointed, findings, held, shard, with_optimizer
+from tests.agent.repair.test_retention import PAIR, agents, tell
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 POINTS = [name for name in failpoints.POINTS if name.startswith("slim.")]
 RANKS, STEPS, KILLS = 12, range(1, 9), 12
+MANY = range(1, 41)
 SLIM = """
 import sys
 from pathlib import Path
@@ -95,3 +98,40 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
         assert after >= before
         before = after
     check_over(store)
+
+
+def check_each(store: LocalStore) -> int:
+    """How many checkpoints have lost their optimizer; every file of the others and of the weights is intact."""
+    assert findings(store) == []
+    slimmed = 0
+    for number in MANY:
+        manifest = store.catalog.manifest(f"step-{number}")
+        assert held(store, f"step-{number}") == set(manifest.shards)
+        assert len(manifest.shards) == len(PAIR) * (1 if manifest.is_slim else 2)
+        slimmed += manifest.is_slim
+    assert not store.catalog.manifest(f"step-{MANY[-1]}").is_slim
+    return slimmed
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kills", mark_long([4, 900], keep=[4]))
+def test_kills_of_two_agents_that_slim(tmp_path: Path, kills: int) -> None:
+    """Both nodes' agents, at random moments after their ranks' policy came; the newest checkpoint stays full."""
+    drawn, done, amid = random.Random(kills), 0, 0
+    while done < kills:
+        stores = [LocalStore(tmp_path / f"{done}" / f"node{index}") for index in range(2)]
+        for number in MANY:
+            checkpointed(stores, number, with_optimizer(PAIR), checkpoint_id=f"step-{number}", size_bytes=3000)
+        slimmed = [0, 0]
+        while min(slimmed) < len(MANY) - 1:
+            with agents(stores) as running:
+                for agent in running:
+                    tell(agent, Retention(keep_last=len(MANY), full_last=1), revision=MANY[-1])
+                time.sleep(drawn.uniform(0.0, 0.3))
+                for agent in running:
+                    agent.process.kill()
+            after = [check_each(store) for store in stores]
+            amid += sum(0 < count < len(MANY) - 1 for count in after)
+            assert [max(pair) for pair in zip(slimmed, after, strict=True)] == after
+            slimmed, done = after, done + len(stores)
+    assert amid >= kills // 10  # the kills were between the first and the last checkpoint
