@@ -102,8 +102,8 @@ class WriterParts:
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         config, wants = self.config, describe_wanted(self.config)
-        # Otherwise the save would wait for copies that now follow it, or for their fsync; or fail because of one.
-        takes_help = config.copies > 1 and config.ack in ("peer", "object") and config.on_degraded == "warn"
+        # With "local" the save would wait for copies that now follow it, and with "raise" it would fail because of one.
+        takes_help = config.copies > 1 and config.ack != "local" and config.on_degraded == "warn"
         digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
         # A helper does not know which of this rank's entries lie in a file of their own.
         takes_copies = self.shards.unchanged is None or not self.shards.unchanged.chosen

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -30,8 +30,10 @@ from replicated_ckpt.node.saves.shard_copies import (
     link_copies,
 )
 from replicated_ckpt.node.saves.submissions import SubmittedShard
+from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
+from replicated_ckpt.stores.threads import start_worker
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +138,14 @@ class ShardWriter:
     ) -> ShardReceipt:
         """Writes these items, which this rank has, too, as a shard of the rank `owner`, into this node's own store.
 
-        Raises as `begin_shard`.
+        With "peer-memory" its fsync follows. Raises as `begin_shard`.
         """
         wanted = self._choose_place_of_copy(decision, owner, rank, part)
+        wanted = replace(wanted, own_durable=self._ack != "peer-memory")
         written = self._begin(items, planner, wanted).end()
+        if not wanted.own_durable:
+            flush = flush_later(self._store.path_of_staged(wanted.save_id, wanted.name))
+            start_worker(_flush, flush, wanted.name, name="replicated-ckpt-flush")
         failpoints.reach("rank.helped")
         return written.receipt
 
@@ -253,6 +259,13 @@ class ShardWriter:
                 failpoints.reach("rank.writing")
                 info = StorageInfo(name, offset, length)
                 results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
+
+
+def _flush(flush: Callable[[], None], shard: str) -> None:
+    try:
+        flush()
+    except OSError as exc:
+        log.warning("the copy of %s may not be durable on this node, as its fsync failed: %s", shard, exc)
 
 
 def _name_of(decision: SaveDecision, rank: int, part: Part) -> str:

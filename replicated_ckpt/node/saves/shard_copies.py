@@ -20,7 +20,7 @@ from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.linked import CommittedShard
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerSink
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 class WantedCopies:
     """A shard of an open save, and the places of its copies: the store of node `own`, and `buddies`.
 
-    `spares`: replacements for failed buddies, in order. `durable`: a buddy acknowledges after its fsync.
+    `spares`: replacements for failed buddies, in order. `durable`: a buddy acknowledges after its fsync. `own_durable`: the
+    node's own file is fsynced; else the caller has it fsynced afterwards.
     """
 
     save_id: str
@@ -44,6 +45,7 @@ class WantedCopies:
     spares: tuple[AgentAddress, ...] = ()
     durable: bool = True
     direct_io: str = "off"
+    own_durable: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,9 +58,8 @@ class WantedCopies:
         if not is_save_id(save_id) or ShardName.parse(name) is None:
             raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
         buddies, spares = (tuple(map(AgentAddress.from_json, fields[part])) for part in ("buddies", "spares"))
-        return cls(
-            save_id, name, str(fields["own"]), buddies, spares, bool(fields["durable"]), str(fields["direct_io"])
-        )
+        durable, own_durable = bool(fields["durable"]), bool(fields["own_durable"])
+        return cls(save_id, name, str(fields["own"]), buddies, spares, durable, str(fields["direct_io"]), own_durable)
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,11 @@ def begin_copies(
     is_behind: bool = False,
 ) -> "CopiesUnderWay":
     """As `write_copies`, but returns once `fill` has: the next shard is filled while this one becomes durable."""
-    path = store.path_of_staged(wanted.save_id, wanted.name)
-    own_file = FileSink.create(path, wanted.direct_io, RecycledFiles(store.root))
+    path, is_durable = store.path_of_staged(wanted.save_id, wanted.name), wanted.own_durable
+    # Without an fsync a power loss could leave the old bytes of a recycled file. Direct I/O would wait for the disk.
+    pool = (RecycledFiles if is_durable else RoomOfRecycled)(store.root)
+    own_file = FileSink.create(path, wanted.direct_io if is_durable else "off", pool)
+    own_file.is_durable = is_durable
     sinks: list[Sink] = [own_file]
     sinks += [_sink_at(address, wanted, is_behind=is_behind) for address in wanted.buddies]
     tee = Tee(sinks, buffers, copies=own_file.is_direct)

@@ -38,6 +38,7 @@ class FileSink:
     of whole pages in page-aligned memory bypass the page cache. The first other piece ends that.
     `recycled`: the store's pool. Its file of the shard's name is overwritten, and cut to size before the fsync. On a full
     disk the pool's other files are removed. `shard`: the shard's name, if `path` has another one for now.
+    `is_durable`: whether `finish` fsyncs the bytes.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FileSink:
         self._recycled = recycled
         self._is_recycled = is_recycled
         self.is_direct = False
+        self.is_durable = True
 
     @classmethod
     def create(
@@ -116,7 +118,10 @@ class FileSink:
         return (pieces[0][done:], *pieces[1:])
 
     def finish(self, table: BlockTable) -> None:  # noqa: ARG002 - the file carries the table as its footer already
-        self.finish_durably()
+        if self.is_durable:
+            self.finish_durably()
+        else:
+            self.publish()
 
     def finish_durably(self) -> None:
         """Fsyncs the file, then gives it its name, durably."""

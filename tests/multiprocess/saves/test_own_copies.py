@@ -49,14 +49,15 @@ CASES = [
     ("hsdp", 4, 1, {"is_kept": True}),
     ("hsdp1", 4, 1, {"is_kept": False}),
     ("unwrapped", 3, 1, {"is_kept": True}),
+    ("unwrapped", 2, 1, {"is_kept": True, "retention": 1, "ack": "peer-memory"}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "nodes", "ranks", "how"), mark_long(CASES, keep=[CASES[1], CASES[3]]))
+@pytest.mark.parametrize(("kind", "nodes", "ranks", "how"), mark_long(CASES, keep=[CASES[1], CASES[3], CASES[-1]]))
 def test_copies_are_the_owners_files_and_are_not_sent(
     cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, how: dict[str, Any]
 ) -> None:
-    """With plans kept and made anew, with recycled files, and where buddies are chosen for it."""
+    """With plans kept and made anew, with recycled files, where buddies are chosen for it, and without waits for fsyncs."""
     cluster = cluster_of(nodes)
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, **how)
     check_none_sent(cluster.run(step, nodes=range(nodes), ranks=ranks))
@@ -114,14 +115,12 @@ def test_agents_write_such_copies_of_asynchronous_saves(cluster_of: ClusterOf, n
     check_copies(cluster)
 
 
-def test_copies_are_sent_where_the_save_would_wait_for_them_or_fail(cluster_of: ClusterOf) -> None:
-    """Without a wait for copies, or for their fsync; and where a copy that differs would fail the save."""
+def test_copies_are_sent_where_one_that_differs_would_fail_the_save(cluster_of: ClusterOf) -> None:
+    """With on_degraded="raise": the owner sends every copy."""
     cluster = cluster_of(2)
-    differing: list[dict[str, Any]] = [{"ack": "peer-memory"}, {"on_degraded": "raise"}]
-    for options in differing:
-        step = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True, **options)
-        for one in cluster.run(step, nodes=[0, 1]):
-            assert one["sent"] == [1] * SAVES
+    step = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True, on_degraded="raise")
+    for one in cluster.run(step, nodes=[0, 1]):
+        assert one["sent"] == [1] * SAVES
     check_copies(cluster)
 
 
