@@ -308,7 +308,7 @@ class SaveAttempt:
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
                 copies = self._copy_others(plan, planner, staged if self._receipt.is_submitted else None)
-                self._receipt = replace(self._receipt, replicas=self._hash_replicas(planner), copies=copies)
+                self._receipt = replace(self._receipt, copies=copies)
             except SaveAborted as exc:
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
                 results, self._receipt = [], Receipt(aborted=exc.message)
@@ -446,6 +446,8 @@ class SaveAttempt:
                 under_way.append(self._begin_part(items, part, planner, staged))
             if unchanged:
                 under_way.append(self._parts.shards.write_unchanged(unchanged, planner, decision, rank))
+            # While disks and buddies take the last bytes.
+            replicas = self._hash_replicas(planner)
             while under_way:
                 shards.append(under_way.pop(0).end())
         except BaseException:
@@ -457,6 +459,7 @@ class SaveAttempt:
             tuple(shard.receipt for shard in shards),
             seconds=time.monotonic() - self._started_at,
             phases={"plan": began - self._started_at, **add_phases(shard.phases for shard in shards)},
+            replicas=replicas,
         )
         self._report = report_save(decision, rank, receipt, config.copies)
         self._keep_report(self._report)
