@@ -24,7 +24,8 @@ def metrics_of(cluster: Cluster, node: int, path: str = "/metrics") -> Mapping[s
 def test_ranks_report_to_their_own_agents(cluster_of: ClusterOf) -> None:
     """A save and a load on two nodes with two ranks each; then a load fails; then a node dies, and copies are missing."""
     cluster, began = cluster_of(2), time.time()
-    cluster.start_agents({node: {"REPLICATED_CKPT_AGENT_LOST_AFTER_S": "2"} for node in (0, 1)})
+    soon = {"REPLICATED_CKPT_AGENT_LOST_AFTER_S": "2", "REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "0.5"}
+    cluster.start_agents({0: soon, 1: soon})
     calls = [
         call(state.save, kinds=["plain"], checkpoint_id="step-1"),
         call(state.load, kinds=["plain"], checkpoint_id="step-1"),
