@@ -9,8 +9,11 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.rank_report import Kind
 from replicated_ckpt.core.upkeep.overview import Look, Overview, make_overview
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.node.saves.figures import FiguresRead
 from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.stores.local.memory_tier import find_memory_tier
+from replicated_ckpt.stores.local.store import LocalStore
 
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "uptime_seconds": ("uptime_s", "Time since this agent started."),
@@ -58,7 +61,9 @@ def expose(service: NodeService, look: Look | None, status: Mapping[str, Any], *
         *(gauge(name, help_, _value_at(status, place)) for name, (place, help_) in _GAUGES.items()),
         *(counter(name, help_, _value_at(status, place)) for name, (place, help_) in _COUNTERS.items()),
         *_describe_uploads(status["object_store"]["pending"].values()),
-        *_describe_store(service.holdings(), None if look is None else make_overview(look)),
+        *_describe_store(
+            service.holdings(), None if look is None else make_overview(look), _find_memory_bytes(service)
+        ),
         *_describe_figures(service.figures.read()),
     ]
     if is_cluster and look is not None:
@@ -85,11 +90,24 @@ def _describe_uploads(pending: Sequence[Mapping[str, Any]]) -> Iterator[Family]:
     )
 
 
-def _describe_store(holdings: Sequence[Holding], seen: Overview | None) -> Iterator[Family]:
+def _find_memory_bytes(service: NodeService) -> Mapping[str, int]:
+    """The size of this node's memory tier, if a job has used one. The tier's own agent serves only the tier."""
+    try:
+        root = find_memory_tier(service.store)
+        held = [] if root is None else LocalStore(root).catalog.holdings(service.node_id)
+    except ReplicatedCkptError as exc:
+        service.figures.count_error("request", exc)  # a scrape shows all else
+        return {}
+    return {} if root is None else {"memory": sum(sum(holding.sizes.values()) for holding in held)}
+
+
+def _describe_store(
+    holdings: Sequence[Holding], seen: Overview | None, memory_bytes: Mapping[str, int]
+) -> Iterator[Family]:
     sizes = [sum(holding.sizes.values()) for holding in holdings]
     newest = max((holding.created_unix_s for holding in holdings), default=0.0)
     damaged = sum(len(holding.damaged) + (not holding.has_metadata) for holding in holdings)
-    stored, times = {"node": sum(sizes)}, {"node": newest}
+    stored, times = {"node": sum(sizes), **memory_bytes}, {"node": newest}
     if seen is not None:
         stored["bucket"] = seen.uploaded_bytes
         times |= {"whole": seen.whole_unix_s, "copies": seen.protected_unix_s, "bucket": seen.uploaded_unix_s}
@@ -99,7 +117,7 @@ def _describe_store(holdings: Sequence[Holding], seen: Overview | None) -> Itera
     yield labelled(
         "gauge",
         "stored_bytes",
-        "Size of the checkpoints on this node, and of those that nodes hold and the bucket has.",
+        "Size of the checkpoints on this node, in its memory tier, and of those that nodes hold and the bucket has.",
         _by("tier", stored),
     )
     yield gauge("largest_save_bytes", "Size of the largest checkpoint on this node.", max(sizes, default=0))

@@ -14,6 +14,7 @@ from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.dcp.runtime.agent_report import send_report
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.node.saves.figures import BOUNDS_S, Figures, Histogram
+from replicated_ckpt.stores.local.memory_tier import note_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed
@@ -55,12 +56,15 @@ def test_a_node_shows_its_store(tmp_path: Path) -> None:
     """Bytes by tier, free space, and nothing missing. A save without a time has no level."""
     root = tmp_path / "a"
     checkpointed([LocalStore(root)], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=1000)
+    checkpointed([LocalStore(tmp_path / "memory")], 2, {"__0_0.distcp": (0,)}, copies=1, size_bytes=5000)
+    note_memory_tier(LocalStore(root), tmp_path / "memory")
     with running_agent(root) as agent:
         wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first look")
         found, nodes = scraped(agent), scraped(agent, "/metrics?cluster=1")
     assert found["copies_missing"] == found["shards_lost"] == found["damaged_files"] == 0
     assert found["stored_bytes{tier=node}"] == found["largest_save_bytes"] > 1000
     assert found["stored_bytes{tier=bucket}"] == 0
+    assert found["stored_bytes{tier=memory}"] == found["stored_bytes{tier=node}"] + 4000
     assert found["disk_size_bytes"] > found["disk_free_bytes"] > 0
     assert not [name for name in found if name.startswith("last_commit_timestamp_seconds")]
     assert not [name for name in found if name.startswith("node_")]
