@@ -133,7 +133,7 @@ class Agent:
         self._greeter = Greeter(self._service.peers, self._endpoint)
         hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
         thread = start_worker(server.serve_forever, 0.2, name="rckpt-accept")
-        unix_socket = open_unix_socket(directory, self._service)
+        unix_socket = open_unix_socket(directory, self._service, self._service.figures.add_report)
         try:
             with translate_errors(str(store.root), "start", "agent"):
                 # Durable before a peer hears it: an agent that starts after a crash must count one start more.
