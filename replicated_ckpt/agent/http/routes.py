@@ -173,9 +173,11 @@ class Routes:
         objects: ObjectRoutes,
         status: StatusOf,
         stop: Callable[[], None],
+        prove: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._service = service
         self._reprotector = reprotector
+        self._prove = prove
         checks = Checks()
         self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.paused.hold)
         self._objects = objects
@@ -222,6 +224,9 @@ class Routes:
         """The status. Clients other than the owner get the agent's identity and the progress of a full read alone."""
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
+        # A client with the user's key checks by this that the agent has the key, too.
+        if is_owner and "challenge" in query:
+            told = {**told, "proof": self._prove(query["challenge"])}
         return {**told, "verify": self._repair.how_far()}
 
     def _save(  # noqa: PLR0911, C901 - one return a verb
