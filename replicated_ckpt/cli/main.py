@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = parser(first if first and first[0] in VERBS else VERBS)
             if any("\0" in text for text in given):  # in this process: no shell passes one on
                 known.error("arguments must not contain NUL")
-            arguments = known.parse_args(given)
+            arguments = known.parse_args(given, argparse.Namespace(given=given))
             return int(arguments.run(arguments))
         finally:
             # Here a full disk or a closed pipe is still an error of ours, not of the interpreter's end.

@@ -19,6 +19,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     list_checkpoints,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
+from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_table, say_if_slow
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--object-store", metavar="URL", help="also list what is in this bucket, such as s3://bucket/prefix"
     )
+    add_nodes_argument(parser)
     add_start_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             on the nodes is shown before.
     """
     store = open_store_of(arguments)
-    seen = look_at_nodes(store)
+    seen = look_at_nodes(store, open_book(store, arguments.nodes))
     there, problem = None, None
     try:
         there = None if arguments.object_store is None else list_bucket(name_bucket(arguments.object_store, store))

@@ -14,6 +14,7 @@ from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
+from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--object-store", metavar="URL", help="also read what is in this bucket, such as s3://bucket/prefix"
     )
+    add_nodes_argument(parser)
     add_start_argument(parser)
     parser.add_argument(
         "--progress", action="store_true", help="print progress to standard error even if it is not a terminal"
@@ -57,15 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
     """
     store = open_store_of(arguments)
-    arguments.id = arguments.id and find_id(store, arguments.id)
+    peers = open_book(store, arguments.nodes)
+    arguments.id = arguments.id and find_id(store, arguments.id, peers=peers)
     target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     began_at = time.monotonic()
-    audit = read_all(store, arguments.id, shows_progress=arguments.progress)
+    audit = read_all(store, arguments.id, peers, shows_progress=arguments.progress)
     seconds = time.monotonic() - began_at
-    audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
-    newer = [] if arguments.id else see_audit(store, audit).newer
+    audits = UnmanagedAuditor(store, audit.silent_nodes, peers).audit(arguments.id, audit.checkpoint_ids)
+    newer = [] if arguments.id else see_audit(store, audit, peers).newer
     if (audit.checkpoint_ids or audits or not arguments.id) and not arguments.json:
-        _print(store, audit, seconds, has_others=bool(audits or newer))
+        _print(store, audit, see_audit(store, audit, peers), seconds, has_others=bool(audits or newer))
         print_audits(audits)
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
@@ -73,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     there = _InBucket() if target is None else _read(target, arguments.id)
     if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
-        raise describe_absent(store, look_at_nodes(store), arguments.id)
+        raise describe_absent(store, look_at_nodes(store, peers), arguments.id)
     if arguments.json:
         others = {"unmanaged": [found.to_json() for found in audits], "newer_format": newer}
         document = {**as_json(audit), "seconds": round(seconds, 3), **others, "object_store": there.to_json()}
@@ -191,9 +194,8 @@ def as_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _print(store: LocalStore, audit: Audit, seconds: float, *, has_others: bool) -> None:
+def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, has_others: bool) -> None:
     """`has_others`: there are checkpoints of stock torch or of newer versions, which are printed after this."""
-    seen = see_audit(store, audit)
     for finding in audit.findings:
         print(finding)
     for short in audit.plan.short:
@@ -228,8 +230,9 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
     return "no checkpoint with a manifest that this version reads" if has_others else "no checkpoint to verify"
 
 
-def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:
+def see_audit(store: LocalStore, audit: Audit, peers: PeerBook | None = None) -> NodesSeen:
     held = {found.node_id: found.held for found in audit.readings}
-    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
+    peers = PeerBook(store.root_agent_directory()) if peers is None else peers
+    addresses = {peer.node_id: peer for peer in peers.read_all()}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
     return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)

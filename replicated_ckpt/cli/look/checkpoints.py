@@ -26,6 +26,7 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.local.store import LocalStore
@@ -316,7 +317,7 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
         *damaged,
         *lost,
         *advise_on_unknown_nodes(unauthenticated, seen),
-        *advise_on_silence(seen, needed),
+        *advise_on_silence(seen, needed, root),
         *advise_on_lost(seen, root, needed, copies_wanted),
     ]
 
@@ -382,7 +383,7 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
     return CheckpointNotFound(message, hint, unreached)
 
 
-def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None) -> str:
+def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None, peers: PeerBook | None = None) -> str:
     """The id for `asked`. For "latest": the newest checkpoint that can be loaded from the nodes that answered.
 
     Raises:
@@ -391,7 +392,7 @@ def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None) -> str
     newest = Newest.parse(asked)
     if newest is None:
         return asked
-    seen = look_at_nodes(store) if seen is None else seen
+    seen = look_at_nodes(store, peers) if seen is None else seen
     rows = list_checkpoints(seen)
     newest = newest.choose_directory(row.checkpoint_id for row in rows)
     rows = [row for row in rows if newest.fits(row.checkpoint_id)]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import time
 from pathlib import Path
 from shlex import quote
@@ -172,6 +173,13 @@ def describe_memory_tier(store: LocalStore) -> list[str]:
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05
+
+
+def repeat_command(arguments: argparse.Namespace, store: LocalStore) -> str:
+    """This command for a shell on another node, where relative paths would name other directories."""
+    words = ["replicated-ckpt", *arguments.given]
+    root = str(store.root)
+    return shlex.join(words if {root, f"--root={root}"} & set(words) else [*words, "--root", root])
 
 
 def add_start_argument(parser: argparse.ArgumentParser) -> None:

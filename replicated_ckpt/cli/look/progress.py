@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.threads import start_thread
 from replicated_ckpt.wording import align, describe_bytes
@@ -51,13 +52,15 @@ Look = Callable[[], Mapping[str, tuple[int, int]]]
 """By node that is reading: the bytes that it has read, and their total."""
 
 
-def read_all(store: LocalStore, checkpoint_id: str | None = None, *, shows_progress: bool = False) -> Audit:
+def read_all(
+    store: LocalStore, checkpoint_id: str | None = None, peers: PeerBook | None = None, *, shows_progress: bool = False
+) -> Audit:
     """Has every node that answers check every byte, of one checkpoint or of all. On a terminal the progress is shown.
 
     Raises:
         StoreError: the node's own store cannot be read.
     """
-    auditor = Auditor(store)
+    auditor = Auditor(store, peers=peers)
     # A log would fill with lines of progress.
     if not (shows_progress or sys.stderr.isatty()):
         return auditor.audit(checkpoint_id)

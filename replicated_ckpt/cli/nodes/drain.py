@@ -161,7 +161,11 @@ class _Drained:
             there = f"too few copies on the {others} that answered" if other_count else "no copy elsewhere"
             lines.append(f"{label} must stay up: what is listed above has {there}")
             lines += [] if self._has_others else [_ALONE]
-            return [*lines, *self.seen.describe_unreached(), *advise_on_silence(self.seen, self.seen.unreached)]
+            return [
+                *lines,
+                *self.seen.describe_unreached(),
+                *advise_on_silence(self.seen, self.seen.unreached, store.root),
+            ]
         lines.append(f"{label} may be taken down: every checkpoint has its copies on the {others} that answered")
         wanted = max((manifest.copies for manifest in self.seen.manifests.values()), default=1)
         if other_count < wanted:
