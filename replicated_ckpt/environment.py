@@ -18,6 +18,11 @@ TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
 TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
 
 
+def default_root() -> str | None:
+    """The store that REPLICATED_CKPT_ROOT names, for commands without `--root`. None: it names none."""
+    return os.environ.get(ROOT_ENV) or None
+
+
 def is_switched_on(variable: str) -> bool:
     """Whether a switch, which may be 1, 0 or empty, is 1.
 

@@ -11,7 +11,7 @@ from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
-from replicated_ckpt.cli.look.given_root import open_store, start_agent
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.waiting_saves import (
     advise_on_in_doubt,
@@ -73,7 +73,7 @@ HELP = "Move bad files aside, restore them from good copies, and make missing co
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan; change nothing")
     parser.add_argument(

@@ -11,7 +11,7 @@ from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import find_id
-from replicated_ckpt.cli.look.given_root import open_store
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
@@ -45,7 +45,7 @@ _SHOWN_MAX = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--to", metavar="URL", help="target bucket, such as s3://bucket/prefix (default: the one that the save names)"
     )

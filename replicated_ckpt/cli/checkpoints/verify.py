@@ -10,18 +10,26 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import Audit
-from replicated_ckpt.cli.checkpoints.ls import name_bucket
+from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket, name_bucket_alone
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import (
+    advise,
+    choose_id,
+    describe_absent,
+    describe_newer,
+    find_id,
+    list_checkpoints,
+)
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
-from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
+from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow
 from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
 from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard
-from replicated_ckpt.errors import StoreError
+from replicated_ckpt.errors import CheckpointNotFound, StoreError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAuditor
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -35,14 +43,17 @@ from replicated_ckpt.wording import describe_bytes, plural
 HELP = "Read and check every byte on this node and its peers. Changes nothing."
 
 
+_LIST = "`replicated-ckpt ls --object-store URL` lists the checkpoints there."
 _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser, required=False)
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
     parser.add_argument(
-        "--object-store", metavar="URL", help="also read what is in this bucket, such as s3://bucket/prefix"
+        "--object-store",
+        metavar="URL",
+        help="also read what is in this bucket, such as s3://bucket/prefix; without --root, only that",
     )
     add_nodes_argument(parser)
     add_start_argument(parser)
@@ -58,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
     """
+    if arguments.root is None:
+        return _verify_bucket_alone(arguments)
     store = open_store_of(arguments)
     peers = open_book(store, arguments.nodes)
     arguments.id = arguments.id and find_id(store, arguments.id, peers=peers)
@@ -92,6 +105,25 @@ def run(arguments: argparse.Namespace) -> int:
         ExitCode.FAILED if there.findings or there.newer or newer else ExitCode.OK,
     )
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
+
+
+def _verify_bucket_alone(arguments: argparse.Namespace) -> int:
+    target = name_bucket_alone(arguments)
+    if arguments.id:
+        asked = arguments.id
+        arguments.id = choose_id(asked, list_checkpoints(NO_NODES, list_bucket(target))) if is_newest(asked) else asked
+        if arguments.id is None:
+            raise CheckpointNotFound(f"{target.url} has no checkpoint for {asked!r}.", _LIST)
+    there = _read(target, arguments.id)
+    if there.problem is not None:
+        raise there.problem
+    if arguments.id and not there.is_anything:
+        raise CheckpointNotFound(f"{target.url} has no checkpoint {arguments.id!r}.", _LIST)
+    if arguments.json:
+        print(json.dumps({"object_store": there.to_json()}, indent=2))
+    else:
+        _print_bucket(there, {})
+    return ExitCode.FAILED if there.findings or there.newer else ExitCode.OK
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import argparse
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
-from replicated_ckpt.cli.look.given_root import open_store
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.wording import list_some, plural
 
@@ -15,7 +15,7 @@ _SKIPPED_SHOWN_MAX = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     parser.add_argument("path", metavar="PATH", help="target: a path, or a URL that fsspec supports")
-    parser.add_argument("--root", help="a node's store; what it lacks is read from its peers")
+    add_root_argument(parser, "a node's store; what it lacks is read from its peers", required=False)
     parser.add_argument(
         "--object-store", metavar="URL", help="also read from this bucket; without --root, only from there"
     )

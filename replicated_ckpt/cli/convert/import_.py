@@ -4,6 +4,7 @@ import argparse
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
+from replicated_ckpt.cli.look.given_root import add_root_argument
 from replicated_ckpt.errors import CheckpointExists
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path", metavar="PATH", help="a file of torch.save, safetensors (file or directory), or a DCP directory"
     )
     parser.add_argument("id", metavar="ID", help="id of the new checkpoint")
-    parser.add_argument("--root", required=True, help="this node's store; created if missing")
+    add_root_argument(parser, "this node's store; created if missing")
     parser.add_argument(
         "--from", required=True, choices=["torch", "safetensors", "dcp"], dest="format", help="what PATH is"
     )

@@ -107,7 +107,7 @@ class CheckpointSeen:
         if self.state in (DAMAGED, UNMANAGED):
             return self.note
         if self.state == IN_BUCKET:
-            return "no node has it"
+            return "no node has it" if seen.holdings_by_node else "no node was asked"
         if self.state in (REMOVED, RETIRED):
             return self._describe_going(seen)
         silent = [node for node in self.not_reached if node in seen.unreached]
@@ -389,15 +389,27 @@ def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None, peers:
     Raises:
         LatestAmbiguous: checkpoints lie in several directories. CheckpointNotFound: none was seen.
     """
+    if Newest.parse(asked) is None:
+        return asked
+    seen = look_at_nodes(store, peers) if seen is None else seen
+    found = choose_id(asked, list_checkpoints(seen))
+    if found is None:
+        raise describe_absent(store, seen, asked)
+    return found
+
+
+def choose_id(asked: str, rows: Sequence[CheckpointSeen]) -> str | None:
+    """The id for `asked`, as `find_id`, in the order of the rows; None: there is no checkpoint for "latest".
+
+    Raises:
+        LatestAmbiguous: checkpoints lie in several directories.
+    """
     newest = Newest.parse(asked)
     if newest is None:
         return asked
-    seen = look_at_nodes(store, peers) if seen is None else seen
-    rows = list_checkpoints(seen)
     newest = newest.choose_directory(row.checkpoint_id for row in rows)
-    rows = [row for row in rows if newest.fits(row.checkpoint_id)]
-    if not rows:
-        raise describe_absent(store, seen, asked)
+    fitting = [row for row in rows if newest.fits(row.checkpoint_id)]
     # "latest" must be one that a load can take: a damaged one may be the newest.
-    whole = (row for row in rows if not row.is_lost and row.state != DAMAGED)
-    return next(whole, rows[0]).checkpoint_id
+    whole = (row for row in fitting if not row.is_lost and row.state != DAMAGED)
+    chosen = next(whole, next(iter(fitting), None))
+    return None if chosen is None else chosen.checkpoint_id

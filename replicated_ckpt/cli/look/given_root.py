@@ -16,7 +16,7 @@ from replicated_ckpt.core.layout import (
     STAGING_DIR,
     ShardName,
 )
-from replicated_ckpt.environment import TRUST_ROOT_ENV
+from replicated_ckpt.environment import ROOT_ENV, TRUST_ROOT_ENV, default_root
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.node.peers.address_book import listening_host
 from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
@@ -173,6 +173,17 @@ def describe_memory_tier(store: LocalStore) -> list[str]:
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05
+
+
+_ROOT = "this node's store, the root that the job saves to"
+
+
+def add_root_argument(parser: argparse.ArgumentParser, what: str = _ROOT, *, required: bool = True) -> None:
+    """Adds `--root`. `required`: the verb needs a store, which `--root` or the environment names."""
+    root = default_root()
+    parser.add_argument(
+        "--root", required=required and root is None, default=root, help=f"{what} (default: {ROOT_ENV})"
+    )
 
 
 def repeat_command(arguments: argparse.Namespace, store: LocalStore) -> str:

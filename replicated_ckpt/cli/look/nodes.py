@@ -145,6 +145,10 @@ class NodesSeen:
         return f" (asked at {address.host}:{address.port})" if address is not None else ""
 
 
+NO_NODES = NodesSeen("", {}, {}, {}, {})
+"""For a command that looks into a bucket alone."""
+
+
 def _is_ip(host: str) -> bool:
     """Whether it is an IP address or empty, so it cannot serve as a label."""
     with contextlib.suppress(ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import describe_newer
-from replicated_ckpt.cli.look.given_root import open_store, start_agent
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
@@ -34,7 +34,7 @@ ROUNDS_MAX = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store; this is the node to take down")
+    add_root_argument(parser, "this node's store; this is the node to take down")
     parser.add_argument("--dry-run", action="store_true", help="print what would be copied; change nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -17,7 +17,12 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
-from replicated_ckpt.cli.look.given_root import add_start_argument, describe_memory_tier, open_store_of
+from replicated_ckpt.cli.look.given_root import (
+    add_root_argument,
+    add_start_argument,
+    describe_memory_tier,
+    open_store_of,
+)
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table, parse_seconds
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
@@ -41,7 +46,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--watch",
         nargs="?",

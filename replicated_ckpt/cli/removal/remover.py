@@ -13,7 +13,7 @@ from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.given_nodes import as_owner
-from replicated_ckpt.cli.look.given_root import repeat_command, start_agent
+from replicated_ckpt.cli.look.given_root import add_root_argument, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
 from replicated_ckpt.cli.look.progress import say_if_slow
 from replicated_ckpt.config import Retention
@@ -35,7 +35,7 @@ from replicated_ckpt.wording import describe_bytes, list_some, one_line
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--object-store",
         metavar="URL",
