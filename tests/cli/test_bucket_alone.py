@@ -74,7 +74,7 @@ def test_the_environment_names_the_root(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(ROOT_ENV, str(first.root))
     assert "step-1" in command("ls").stdout
     assert "step-2" in command("ls", "--root", second.root).stdout
-    found = command("show", "step-1", "--json")
+    found = command("show", "step-1", "-o", "json")
     assert json.loads(found.stdout)["checkpoint_id"] == "step-1"
     monkeypatch.setenv(ROOT_ENV, "")
     done = command("status")

@@ -220,7 +220,7 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         assert "2 of 2" in line_of(done.stdout, "step-3"), done.stdout
         assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
         assert "manifest damaged" in line_of(done.stdout, "step-2")
-        json.loads(command("ls", "--root", nodes[0].root, "--json").stdout)
+        json.loads(command("ls", "--root", nodes[0].root, "-o", "json").stdout)
 
 
 @pytest.mark.parametrize("words", [["ls"], ["show", "step-1"], ["verify"], ["repair", "--dry-run"], ["status"]])

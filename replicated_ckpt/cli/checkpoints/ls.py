@@ -27,7 +27,7 @@ from replicated_ckpt.cli.look.given_root import (
     open_store_of,
 )
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import format_table, say_if_slow
+from replicated_ckpt.cli.look.progress import add_output_argument, format_table, say_if_slow
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.environment import ROOT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreError
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_nodes_argument(parser)
     add_start_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.progress import add_output_argument
 from replicated_ckpt.cli.look.waiting_saves import (
     advise_on_in_doubt,
     describe_loss,
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="id or host of a node that is gone for good: make its copies anew, and abort saves that are in doubt only "
         "because of it; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,12 @@
 """`replicated-ckpt upload ID`: uploads one checkpoint to the object store, or waits for its upload."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from shlex import quote
 
 from replicated_ckpt.agent.launch import ensure_agent
@@ -13,7 +15,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import find_id
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import parse_seconds
+from replicated_ckpt.cli.look.progress import add_output_argument, parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
@@ -57,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the commit (default: %(default)s)",
     )
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,16 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
     if stuck and not arguments.no_wait:
         raise UploadFailed(arguments.id, target.url, stuck)
     for address, error in () if stuck else refused.items():
-        print(f"not ordered at {address.label}; other nodes upload its shards: {error.message}")
+        said = f"not ordered at {address.label}; other nodes upload its shards: {error.message}"
+        print(said, file=sys.stderr if arguments.json else sys.stdout)
     if arguments.no_wait:
-        print(f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}")
-        return ExitCode.OK
-    state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
-    if state.state == "superseded":
-        print(f"{arguments.id}: {state.error}")
-        return ExitCode.FAILED
-    print(f"{arguments.id}: committed in {target.url}")
-    return ExitCode.OK
+        text = f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}"
+        state = UploadState(manifest.checkpoint_id, target.url, error=stuck)
+    else:
+        state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
+        is_over = state.state == "superseded"
+        text = f"{arguments.id}: {state.error}" if is_over else f"{arguments.id}: committed in {target.url}"
+    print(json.dumps(asdict(state), indent=2) if arguments.json else text)
+    return ExitCode.FAILED if state.state == "superseded" else ExitCode.OK
 
 
 def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:

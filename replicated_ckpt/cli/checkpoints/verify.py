@@ -24,7 +24,7 @@ from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow
+from replicated_ckpt.cli.look.progress import add_output_argument, format_duration, read_all, say_if_slow
 from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.reading.newest import is_newest
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress", action="store_true", help="print progress to standard error even if it is not a terminal"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

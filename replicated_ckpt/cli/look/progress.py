@@ -18,6 +18,18 @@ from replicated_ckpt.wording import align, describe_bytes
 _MINUTE_S = 60
 
 
+def add_output_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds `-o json`. `more`: what else the help says."""
+    said = "text for people (the default), or JSON for programs" + (f"; {more}" if more else "")
+    parser.add_argument("-o", "--output", dest="json", type=_is_json, default=False, metavar="{text,json}", help=said)
+
+
+def _is_json(text: str) -> bool:
+    if text not in ("text", "json"):
+        raise argparse.ArgumentTypeError(f"it is text or json, not {text!r}")
+    return text == "json"
+
+
 def format_moment(unix_s: float) -> str:
     """Local time, or a dash if it is unknown."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s > 0 else "-"

@@ -12,7 +12,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import describe_newer
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
-from replicated_ckpt.cli.look.progress import read_all
+from replicated_ckpt.cli.look.progress import add_output_argument, read_all
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
 from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
@@ -36,7 +36,7 @@ ROUNDS_MAX = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root_argument(parser, "this node's store; this is the node to take down")
     parser.add_argument("--dry-run", action="store_true", help="print what would be copied; change nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

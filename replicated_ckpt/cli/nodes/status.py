@@ -24,7 +24,7 @@ from replicated_ckpt.cli.look.given_root import (
     open_store_of,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
-from replicated_ckpt.cli.look.progress import format_moment, format_table, parse_seconds
+from replicated_ckpt.cli.look.progress import add_output_argument, format_moment, format_table, parse_seconds
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--own-agent", action="store_true", help="only check whether this node's agent answers: 0, else 5"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
+    add_output_argument(parser, "with --watch one line each time")
 
 
 def run(arguments: argparse.Namespace) -> int:
