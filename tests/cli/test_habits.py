@@ -1,0 +1,69 @@
+"""What every verb has in common: how its store and its output are chosen, and how a shell completes it."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import VERBS, parser
+from tests.agent.agents import HOME
+from tests.cli.commands import command
+
+WITHOUT_ROOT = {"drill", "completion"}
+WITHOUT_RESULTS = {"agent", "completion"}
+
+
+def options_of(verb: str) -> dict[str, argparse.Action]:
+    (verbs,) = (each for each in parser([verb])._actions if isinstance(each, argparse._SubParsersAction))
+    return dict(verbs.choices[verb]._option_string_actions)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_takes_the_root_from_the_environment_and_prints_json(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`REPLICATED_CKPT_ROOT` and `-o json` mean the same everywhere."""
+    monkeypatch.setenv("REPLICATED_CKPT_ROOT", "/from/the/environment")
+    options = options_of(verb)
+    assert (verb in WITHOUT_RESULTS) != ("-o" in options and "--output" in options)
+    assert "--json" not in options
+    if verb in WITHOUT_ROOT:
+        assert "--root" not in options
+    else:
+        assert (options["--root"].default, options["--root"].required) == ("/from/the/environment", False)
+        assert "REPLICATED_CKPT_ROOT" in str(options["--root"].help)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_lines(shell: str) -> None:
+    """They name the command; another shell is refused."""
+    done = command("completion", shell)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+    assert "replicated-ckpt" in done.stdout
+    assert command("completion", "tcsh").returncode == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), [("replicated-ckpt ver", {"verify"}), ("replicated-ckpt rm --obj", {"--object-store"})]
+)
+def test_bash_completes_verbs_and_options(tmp_path: Path, line: str, words: set[str]) -> None:
+    """A real bash, with the lines of `completion bash`."""
+    program = tmp_path / "replicated-ckpt"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={HOME} exec {sys.executable} -m replicated_ckpt "$@"\n')
+    program.chmod(0o755)
+    typed = line.split()
+    script = f"""
+        {command("completion", "bash").stdout}
+        COMP_LINE="{line}" COMP_POINT={len(line)} COMP_TYPE=9 COMP_CWORD={len(typed) - 1} COMP_WORDS=({line})
+        _python_argcomplete replicated-ckpt {typed[-1]} {typed[-2]}
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], env=path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert {word.strip() for word in done.stdout.split()} == words, done.stderr
