@@ -22,9 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
             "Completion needs the package argcomplete, which is not installed.",
             "Run `pip install 'replicated-ckpt[completion]'`, where each shell's `replicated-ckpt` runs.",
         )
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode([_PROGRAM], shell=arguments.shell))
+    print(shellcode([_PROGRAM], shell=arguments.shell))
     return ExitCode.OK
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import VERBS, parser
 from tests.agent.agents import HOME
+from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.repair.test_reprotect import stores
 from tests.cli.commands import command
 
 WITHOUT_ROOT = {"drill", "completion"}
@@ -67,3 +70,24 @@ def test_bash_completes_verbs_and_options(tmp_path: Path, line: str, words: set[
         ["bash", "--norc", "-c", script], env=path, capture_output=True, text=True, timeout=60, check=True
     )
     assert {word.strip() for word in done.stdout.split()} == words, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_painted"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_verdicts_have_colours_on_terminals_alone(
+    tmp_path: Path, variables: dict[str, str], *, is_painted: bool
+) -> None:
+    """NO_COLOR and a dumb terminal are respected. In a pipe there is no escape."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | variables
+    ls = [sys.executable, "-m", "replicated_ckpt", "ls", "--root", str(node.root)]
+    main_end, terminal = pty.openpty()
+    with os.fdopen(main_end, "rb", 0) as shown:
+        subprocess.run(ls, env=environment, stdout=terminal, timeout=60, check=True, cwd=HOME)
+        os.close(terminal)
+        text = shown.read(1 << 16).decode()
+    assert ("\x1b[32m1 of 1\x1b[0m" in text) == is_painted, text
+    assert "\x1b" not in command("ls", "--root", node.root).stdout

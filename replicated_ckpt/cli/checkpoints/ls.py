@@ -10,12 +10,12 @@ from typing import Any
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import (
-    HEADER,
     CheckpointSeen,
     advise,
     describe_newer,
     describe_totals,
     find_needed,
+    format_checkpoints,
     list_checkpoints,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
@@ -27,7 +27,7 @@ from replicated_ckpt.cli.look.given_root import (
     open_store_of,
 )
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import add_output_argument, format_table, say_if_slow
+from replicated_ckpt.cli.look.progress import add_output_argument, say_if_slow
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.environment import ROOT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreError
@@ -88,7 +88,7 @@ def _list_bucket_alone(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"checkpoints": [row.to_json() for row in rows], "object_store": target.url}, indent=2))
     else:
-        print(format_table(HEADER, [row.cells(NO_NODES) for row in rows]))
+        print(format_checkpoints(rows, NO_NODES))
         size = describe_bytes(sum(row.size_bytes or 0 for row in rows))
         print(f"{plural(len(rows), 'checkpoint')}, {size} in {target.url}; no node was asked, as there is no --root")
     return ExitCode.OK
@@ -140,7 +140,7 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
 
 
 def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:
-    print(format_table(HEADER, [row.cells(seen) for row in rows]))
+    print(format_checkpoints(rows, seen))
     for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
         print(line)
     for newer in seen.newer:

@@ -20,6 +20,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     find_id,
     list_checkpoints,
 )
+from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
@@ -196,8 +197,8 @@ def _print_bucket(there: _InBucket, on_nodes: Mapping[str, str]) -> None:
         others = [one for one in there.checkpoint_ids if on_nodes.get(one) and on_nodes[one] not in there.save_ids]
         if others:
             print(f"{there.url} has another save than the nodes' newest one: {', '.join(others)}")
-        found = "intact" if there.checkpoint_ids else "no checkpoint to verify"
-        verdict = "NOT intact" if there.findings else found
+        found = paint("intact", Colour.GREEN) if there.checkpoint_ids else "no checkpoint to verify"
+        verdict = paint("NOT intact", Colour.RED) if there.findings else found
         print(
             f"{plural(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
         )
@@ -254,11 +255,11 @@ def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, 
 
 def _verdict(audit: Audit, *, has_others: bool) -> str:
     if not audit.is_intact:
-        return "NOT intact"
+        return paint("NOT intact", Colour.RED)
     if audit.silent:
         return f"all that was read is intact; {plural(len(audit.silent), 'node')} did not answer"
     if audit.checkpoint_ids:
-        return "intact"
+        return paint("intact", Colour.GREEN)
     return "no checkpoint with a manifest that this version reads" if has_others else "no checkpoint to verify"
 
 

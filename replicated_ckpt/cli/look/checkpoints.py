@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
+from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.nodes import (
     NodesSeen,
     advise_on_lost,
@@ -17,7 +18,7 @@ from replicated_ckpt.cli.look.nodes import (
     describe_spare,
     look_at_nodes,
 )
-from replicated_ckpt.cli.look.progress import format_moment
+from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
@@ -130,6 +131,11 @@ class CheckpointSeen:
             return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
         return f"expired, still on {seen.list_names(self.nodes)}"
 
+    def paint(self, copies: str) -> str:
+        """The column COPIES in the colour of its state, for a terminal."""
+        colour = Colour.GREEN if self.is_good else Colour.YELLOW if self.state in (SHORT, NOT_SEEN) else Colour.RED
+        return paint(copies, Colour.YELLOW if self.is_good and self.shares_host else colour)
+
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
         """Its row of the table."""
         hosts = sorted(seen.name(node) for node in self.nodes if node != OBJECT_NODE)
@@ -143,6 +149,19 @@ class CheckpointSeen:
             list_some(hosts, _HOSTS_MAX) or "-",
             self.bucket or "-",
         )
+
+
+def format_checkpoints(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
+    """The table of `ls`."""
+    cells = [row.cells(seen) for row in rows]
+    header, *lines = format_table(HEADER, cells).split("\n")
+    place = HEADER.index("COPIES")
+    # Only now: the escapes would count as width. No id has the spaces of that column.
+    painted = [
+        line.replace(texts[place], row.paint(texts[place]), 1)
+        for line, texts, row in zip(lines, cells, rows, strict=True)
+    ]
+    return "\n".join([header, *painted])
 
 
 def list_checkpoints(seen: NodesSeen, there: Sequence[BucketSave] | None = None) -> list[CheckpointSeen]:
