@@ -3,6 +3,7 @@
 import argparse
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import VERBS, parser
 from tests.agent.agents import HOME
 from tests.agent.checkpoints import checkpointed, shard
-from tests.agent.repair.test_reprotect import stores
+from tests.agent.repair.test_reprotect import agents, stores
 from tests.cli.commands import command
 
 WITHOUT_ROOT = {"drill", "completion"}
@@ -91,3 +92,20 @@ def test_verdicts_have_colours_on_terminals_alone(
         text = shown.read(1 << 16).decode()
     assert ("\x1b[32m1 of 1\x1b[0m" in text) == is_painted, text
     assert "\x1b" not in command("ls", "--root", node.root).stdout
+
+
+def test_copies_of_a_repair_show_how_far_they_are_on_a_terminal(tmp_path: Path) -> None:
+    """The rate and the time left, by what the agents have fetched; nothing of it stays on the line, or goes to a pipe."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=24 << 20)
+    (nodes[1].root / "step-1" / shard(0)).unlink()
+    repair = [sys.executable, "-m", "replicated_ckpt", "repair", "--root", str(nodes[0].root)]
+    with agents(nodes, "--copy-mib-per-s", "8", "--round-every-s", "600"):
+        main_end, terminal = pty.openpty()
+        with os.fdopen(main_end, "rb", 0) as shown:
+            done = subprocess.run(repair, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=False, cwd=HOME)
+            os.close(terminal)
+            text = shown.read(1 << 16).decode()
+    assert done.returncode == ExitCode.OK, done.stdout
+    assert re.search(r"\r\x1b\[Kcopying: [\d.]+ MB of 25\.2 MB \(\d+%\) copied, [\d.]+ MB/s, \d s left", text), text
+    assert text.endswith("\r\x1b[K")

@@ -15,7 +15,8 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import find_id
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import add_output_argument, parse_seconds
+from replicated_ckpt.cli.look.progress import ProgressLine, describe_progress, parse_seconds
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
@@ -196,7 +197,10 @@ def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
 
 
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
-    deadline, said, say_at = time.monotonic() + timeout_s, "", time.monotonic() + _SAID_EVERY_S
+    own, began, line = store.read_node_id(), time.monotonic(), ProgressLine()
+    size_bytes = sum(entry.size_bytes for entry in manifest.shards.values() if entry.owner_node == own)
+    deadline, said, every_s = began + timeout_s, "", line.every_s or _SAID_EVERY_S
+    say_at = began + every_s
     while True:
         # Asked for each time: an agent that ranks started may leave, and another one come, meanwhile.
         with AgentClient(ensure_agent(store).local_address()) as client:
@@ -207,14 +211,16 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
                 raise UploadFailed(manifest.checkpoint_id, target.url, "the upload ended without a commit.")
             return UploadState(manifest.checkpoint_id, target.url, "committed")
         if state.state != "pending":
+            line.clear()
             return state
         how_far = _describe_progress(state, manifest)
         # A refusal, as of credentials, does not pass by waiting.
         if state.is_denied or time.monotonic() > deadline:
             raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out expired: {how_far}.")
         if how_far != said and time.monotonic() > say_at:
-            print(f"{manifest.checkpoint_id}: {how_far}", file=sys.stderr, flush=True)
-            said, say_at = how_far, time.monotonic() + _SAID_EVERY_S
+            sent = describe_progress(state.bytes_sent, size_bytes, time.monotonic() - began, "sent by this node")
+            line.show(f"{manifest.checkpoint_id}: {how_far}" + (f"; {sent}" if sent and line.every_s else ""))
+            said, say_at = how_far, time.monotonic() + every_s
         time.sleep(_POLL_S)
 
 

@@ -25,8 +25,9 @@ from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import add_output_argument, format_duration, read_all, say_if_slow
+from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
 from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"not checked: {line}")
         # The bucket may take hours: in a pipe the nodes' result would be held back until then.
         sys.stdout.flush()
-    there = _InBucket() if target is None else _read(target, arguments.id)
+    there = _InBucket() if target is None else _read(target, arguments.id, shows_progress=arguments.progress)
     if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
         raise describe_absent(store, look_at_nodes(store, peers), arguments.id)
     if arguments.json:
@@ -115,7 +116,7 @@ def _verify_bucket_alone(arguments: argparse.Namespace) -> int:
         arguments.id = choose_id(asked, list_checkpoints(NO_NODES, list_bucket(target))) if is_newest(asked) else asked
         if arguments.id is None:
             raise CheckpointNotFound(f"{target.url} has no checkpoint for {asked!r}.", _LIST)
-    there = _read(target, arguments.id)
+    there = _read(target, arguments.id, shows_progress=arguments.progress)
     if there.problem is not None:
         raise there.problem
     if arguments.id and not there.is_anything:
@@ -154,14 +155,17 @@ class _InBucket:
         return {**asdict(replace(self, findings=(), problem=None)), "findings": findings, "problem": error}
 
 
-def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
+def _read(target: ObjectTarget, checkpoint_id: str | None, *, shows_progress: bool) -> _InBucket:
     try:
         # One request of thousands may fail: that must not end a check of hours.
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):
                 saves = inspector.find_damage(checkpoint_id)
-            findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
+            size = sum(sum(save.sizes.values()) for save in saves)
+            look = lambda: {target.url: (inspector.bytes_read, size)}  # noqa: E731 - called by the progress alone
+            with show_progress("verify", f"read in {target.url}", look, always=shows_progress):
+                findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
     except StoreError as exc:
         return _InBucket(target.url, problem=exc)
     return _InBucket(
