@@ -2,10 +2,11 @@
 
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from replicated_ckpt.agent.state.rights import INVITATION_S, Right, Tokens, show
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.peer.tls import pin_name
-from tests.agent.agents import RunningAgent, running_agent
+from tests.agent.agents import HOME, RunningAgent, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
 from tests.agent.repair.test_retention import there
@@ -166,7 +167,7 @@ def test_a_key_file_that_is_not_safe_is_not_used(
 
 
 def test_a_minute_after_a_job_the_output_has_the_command_that_brings_all_nodes(tmp_path: Path) -> None:
-    """Each agent has left: the line starts them by SSH, and the same command then shows every copy."""
+    """Each agent has left: the line starts them by SSH."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, THREE)
     with agents(nodes, *QUICK) as running:
@@ -178,6 +179,38 @@ def test_a_minute_after_a_job_the_output_has_the_command_that_brings_all_nodes(t
         wake = f"replicated-ckpt status --own-agent --start-agents --root {nodes[0].root}"
         line = f"`for host in host1 host2; do ssh $host '{wake}'; done`"
         assert verb == "status" or line in done.stdout, done.stdout
-    for store in nodes[1:]:
-        assert command("status", "--own-agent", "--start-agents", "--root", store.root, idle_s=3).returncode == 0
-    assert " 2 of 2 " in command("ls", "--root", nodes[0].root).stdout
+
+
+def test_a_minute_after_a_job_one_command_starts_all_agents(tmp_path: Path) -> None:
+    """With `--rsh`, which gets a host and a command. A host where it fails is named, and the others are listed."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, THREE)
+    rsh = tmp_path / "rsh"
+    # As the command would, on the host's own address: all of these lie on one machine.
+    start = f"PYTHONPATH={HOME} {sys.executable} -m replicated_ckpt.agent --host $1 --idle-exit-s 3"
+    rsh.write_text(
+        f"#!/bin/sh\necho $2 >> {tmp_path}/asked\n[ $1 = 127.0.0.4 ] && {{ echo no route >&2; exit 255; }}\n"
+        f"root={tmp_path}/node$((${{1##*.}} - 2))\n{start} --root $root > /dev/null 2>&1 &\n"
+        "while [ ! -s $root/.agent/endpoint.json ]; do sleep 0.05; done\n"
+    )
+    rsh.chmod(0o755)
+    with ExitStack() as stack:
+        hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+        running = [
+            stack.enter_context(running_agent(node.root, *QUICK, "--host", host))
+            for node, host in zip(nodes, hosts, strict=True)
+        ]
+        meet(*running)
+        for agent in reversed(running):  # so the first one knows that the others have left
+            agent.signal(signal.SIGTERM)
+            agent.process.wait(20)
+    done = command("ls", "--root", nodes[0].root, "--start-agents", "--rsh", rsh, idle_s=3)
+    for store in nodes[:2]:
+        stop_agent(store.root)
+    assert done.returncode == ExitCode.OK
+    assert "started no agent: it ended with 255: no route" in done.stderr
+    asked = f"replicated-ckpt status --own-agent --start-agents --root {nodes[0].root}"
+    assert (tmp_path / "asked").read_text().splitlines() == [asked, asked]
+    assert f"host2 (node {nodes[2].node_id()}): not reached" in done.stdout
+    assert "host1" in done.stdout.splitlines()[1]
+    assert f"host1 (node {nodes[1].node_id()}): not reached" not in done.stdout

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import logging
+import re
 import ssl
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from replicated_ckpt.wording import one_line, plural
 log = logging.getLogger(__name__)
 
 _HOST_CHARS_MAX = 255
+_HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z.:%_-]*")
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,9 @@ def _ask(address: AgentAddress) -> NodeHoldings:
 
 def on_each_host(seen: NodesSeen, nodes: Iterable[str], command: str) -> str:
     """A line for a shell that runs a command on the hosts of these nodes."""
-    hosts = [quote(host) for host in sorted({seen.hosts.get(node) or node for node in nodes})]
+    named = {seen.hosts.get(node, "") for node in nodes}
+    # A peer may have written the name: one that begins with "-" would be an option of ssh.
+    hosts = sorted(host if _HOST.fullmatch(host) else "HOST" for host in named)
     if len(hosts) == 1:
         return f"`ssh {hosts[0]} {quote(command)}`"
     return f"`for host in {' '.join(hosts)}; do ssh $host {quote(command)}; done`"
@@ -235,10 +239,10 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> 
     hung = silent.keys() - down - others.keys() - mixed
     wake = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(root))}"
     start = (
-        f"next step: on {seen.list_names(down)} run `{wake}`, as by {on_each_host(seen, down, wake)}. Repeat this command "
-        "within a minute, which is how long such an agent stays. A job starts agents, too. If one runs there, this node "
-        "has an old address of it: `--nodes HOST:PORT` asks it, and the next save or load with ranks on both nodes updates "
-        "the address"
+        f"next step: on {seen.list_names(down)} start an agent for a minute, as by {on_each_host(seen, down, wake)}, and "
+        "repeat this command; `ls --start-agents --rsh ssh` does both. A job starts agents, too. If one runs there, this "
+        "node has an old address of it: `ls --nodes HOST:PORT` asks it, and the next save or load with ranks on both nodes "
+        "updates the address"
     )
     look = (
         f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "

@@ -1,6 +1,7 @@
 """What `rm` and `prune` have in common: saves go from the nodes whose user asks, and with the last copy from the bucket."""
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Remover:
         rows: Sequence[CheckpointSeen],
     ) -> None:
         self._store, self._agent, self._target = store, agent, target
+        self._freed_by_node = Counter[str]()
         self._key, self._again = read_owner_key(), repeat_command(arguments, store)
         self._force, self._keeps_bucket = arguments.force, arguments.keep_in_bucket
         self.leaves_to_policies = False
@@ -226,7 +228,7 @@ class Remover:
             outcome.not_here.append(row.checkpoint_id)
             return
         outcome.removed.append(row.checkpoint_id)
-        outcome.freed_bytes += self._sum_sizes(row, self.seen.own_node)
+        self._count_freed(row, self.seen.own_node, outcome)
 
     def _ask_others(self, nodes: Sequence[str], document: Mapping[str, Any], outcome: Removed) -> Iterator[str]:
         """Why one of these nodes keeps a save, or "", for each that heeds this user. The others are noted as refusing."""
@@ -262,16 +264,15 @@ class Remover:
             outcome.kept[row.checkpoint_id] = f"on {self.seen.label(node)}: {one_line(answer['why'])}"
             return False
         outcome.removed_on.setdefault(node, []).append(row.checkpoint_id)
-        outcome.freed_bytes += self._sum_sizes(row, node)
+        self._count_freed(row, node, outcome)
         return True
 
-    def _sum_sizes(self, row: CheckpointSeen, node: str) -> int:
-        held = self.seen.holdings_by_node[node].holdings
-        return sum(
-            sum(one.sizes.values())
-            for one in held
-            if (one.checkpoint_id, one.save_id) == (row.checkpoint_id, row.save_id)
-        )
+    def _count_freed(self, row: CheckpointSeen, node: str, outcome: Removed) -> None:
+        version = (row.checkpoint_id, row.save_id)
+        held = [one for one in self.seen.holdings_by_node[node].holdings if (one.checkpoint_id, one.save_id) == version]
+        size_bytes = sum(sum(one.sizes.values()) for one in held)
+        outcome.freed_bytes += size_bytes
+        self._freed_by_node[node] += size_bytes
 
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
         """Nodes that did not answer, or were not asked as their address is not known, and were meant to hold some of it.
@@ -339,10 +340,12 @@ class Remover:
 
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""
-        freed = describe_bytes(outcome.freed_bytes)
-        lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
-        for node, ids in sorted(outcome.removed_on.items()):
-            lines.append(f"removed on {self.seen.label(node)}: {_shorten(ids)}")
+        by_node = {**({self.seen.own_node: outcome.removed} if outcome.removed else {}), **outcome.removed_on}
+        where = {node: self.seen.label(node) for node in by_node} | {self.seen.own_node: "this node"}
+        lines = [
+            f"removed on {where[node]}: {_shorten(ids)} ({describe_bytes(self._freed_by_node[node])} freed)"
+            for node, ids in by_node.items()
+        ]
         lines += [f"removed from {url}: {_shorten(ids)}" for url, ids in sorted(outcome.removed_from.items())]
         lines += [f"not on this node, and not copied here again: {_shorten(outcome.not_here)}"] * any(outcome.not_here)
         lines += [f"kept: {checkpoint_id}: {why}" for checkpoint_id, why in outcome.kept.items()]
