@@ -5,7 +5,7 @@ import argparse
 
 def add_output_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Adds `-o json`. `more`: what else the help says."""
-    said = "text for people (the default), or JSON for programs" + (f"; {more}" if more else "")
+    said = "print text (default) or JSON" + (f"; {more}" if more else "")
     parser.add_argument("-o", "--output", dest="json", type=_is_json, default=False, metavar="{text,json}", help=said)
 
 

@@ -1,6 +1,7 @@
 """One command for all nodes: whom it asks, by which right, and what it removes where."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -9,13 +10,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from replicated_ckpt.agent.state.owner_key import read_owner_key
 from replicated_ckpt.agent.state.rights import INVITATION_S, Right, Tokens, show_key
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.cli.look import given_nodes
+from replicated_ckpt.cli.look.given_nodes import as_owner
+from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid
+from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import pin_name
 from tests.agent.agents import HOME, RunningAgent, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
@@ -148,6 +153,16 @@ def test_a_token_of_the_key_is_good_for_one_certificate(tmp_path: Path) -> None:
     assert tokens.right_of(show_key("x" * 64, one, time.time())) is None
     assert tokens.right_of(show_key(key, one, time.time() - INVITATION_S - 1)) is None
     assert Tokens("peer", "owner").right_of(show_key("", "", time.time())) is None
+
+
+def test_no_other_user_of_this_host_gets_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On loopback there may be no certificate, and another user may have taken the port of an agent that ended."""
+    at = AgentAddress("b", "127.0.0.1", 29600, "")
+    monkeypatch.setattr(given_nodes, "listeners_on", lambda _: [SimpleNamespace(uid=os.geteuid() + 1)])
+    with pytest.raises(AgentUnavailable, match="No process of this user alone listens"):
+        as_owner(at, "k" * 64)
+    monkeypatch.setattr(given_nodes, "listeners_on", lambda _: [SimpleNamespace(uid=os.geteuid())])
+    assert as_owner(at, "k" * 64).token
 
 
 @pytest.mark.parametrize(

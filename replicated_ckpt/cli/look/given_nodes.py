@@ -13,17 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.owner_key import read_owner_key
 from replicated_ckpt.agent.state.rights import prove, show_key
 from replicated_ckpt.config import parse_ports
 from replicated_ckpt.environment import OWNER_KEY_ENV, PORT_ENV
-from replicated_ckpt.errors import ConfigInvalid, StoreDenied, StoreUnavailable
+from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, StoreDenied, StoreUnavailable
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import HOST_PATTERN, PROGRESS_TIMEOUT_S, AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.reach import reach_hint
-from replicated_ckpt.stores.peer.tls import is_network_trusted, is_plain_allowed, pin_name
+from replicated_ckpt.stores.peer.tls import is_loopback, is_network_trusted, is_plain_allowed, pin_name
 from replicated_ckpt.wording import one_line
 
 _ORIGIN = "--nodes"
@@ -37,8 +38,7 @@ def add_nodes_argument(parser: argparse.ArgumentParser) -> None:
         type=_parse_places,
         default=(),
         metavar="HOSTS",
-        help="also ask the agents at HOST[:PORT],...; one that this node does not know needs the key file of "
-        f"{OWNER_KEY_ENV} (default: all nodes that this node knows)",
+        help=f"also ask the agents at HOST[:PORT],...; an unknown one needs {OWNER_KEY_ENV}",
     )
 
 
@@ -137,7 +137,18 @@ def _introduce(host: str, port: int | None) -> AgentAddress:
 
 
 def as_owner(address: AgentAddress, key: str) -> AgentAddress:
-    """The address with the right of the node's own user, if its agent has this key."""
+    """The address with the right of the node's own user, if its agent has this key.
+
+    Raises:
+        AgentUnavailable: another user may listen at this address of this host, and would get the signature by plain HTTP.
+    """
+    if not address.tls_sha256 and is_loopback(address.host):
+        users = {listener.uid for listener in listeners_on(address.port)}
+        if users != {os.geteuid()}:
+            raise AgentUnavailable(
+                f"No process of this user alone listens at {address.host}:{address.port}, so it gets no signature.",
+                f"Start the agent of node {address.node_id} again, then a save or load, or name its port by --nodes.",
+            )
     return replace(address, token=show_key(key, address.tls_sha256, time.time()))
 
 

@@ -210,13 +210,13 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-agents",
         action="store_true",
-        help="start this node's agent if none runs; with --rsh also those of the other nodes",
+        help="start this node's agent if none runs, with --rsh also the others'",
     )
     parser.add_argument(
         "--rsh",
         default=os.environ.get(RSH_ENV, ""),
         metavar="COMMAND",
-        help=f"what runs a command on another host, such as ssh (default: {RSH_ENV})",
+        help=f"runs a command on another host, such as ssh (default: {RSH_ENV})",
     )
 
 
