@@ -30,7 +30,7 @@ REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)
 
 # Another torch gets an environment of its own, without torchvision: its wheels want exactly the torch they were built for.
 VENV    := .venv$(if $(TORCH),-$(TORCH))
-EXTRAS  := drill,s3,test,dev
+EXTRAS  := drill,s3,completion,test,dev
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
 FAST    := not multiprocess and not fault and not long and not radosgw

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 from replicated_ckpt.cli.main import VERBS, parser
+from replicated_ckpt.environment import ROOT_ENV
 
 BEGIN, END = "<!-- help: begin -->", "<!-- help: end -->"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse asks for both when it prints
+os.environ.pop(ROOT_ENV, None)  # with it `--root` is optional
 
 
 def help_by_verb() -> dict[str, str]:

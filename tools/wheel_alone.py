@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parents[1]
 # Not here: `frameworks` and `bench-peers`, of which the former is judged by `make frameworks` and the latter is installed
 # without what it declares; `docs`, which needs neither this package nor torch. Those of INTEGRATIONS are checked if named:
 # each is large.
-EXTRAS = ("drill", "s3", "test", "dev", "referee")
+EXTRAS = ("drill", "s3", "completion", "test", "dev", "referee")
 INTEGRATIONS = ("accelerate", "lightning", "ray", "torchtitan", "transformers")
 RUN_TIMEOUT_S = 600
 INSTALL_TIMEOUT_S = 3600
@@ -166,7 +166,7 @@ IMPORTS: Mapping[str, str] = {
 
 def check_drill(python: Path) -> None:
     """The drill's scenario with a bucket needs all that the drill can need."""
-    drill = ["drill", "--nodes", "2", "--ranks-per-node", "1", "--scenario", "cluster", "--json"]
+    drill = ["drill", "--nodes", "2", "--ranks-per-node", "1", "--scenario", "cluster", "-o", "json"]
     run([python, "-c", CLI_CODE, *drill])
 
 

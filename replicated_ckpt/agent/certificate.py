@@ -43,6 +43,11 @@ class ShownCertificate:
         self.context = server_context(certificate, key)
         self.context.sni_callback = self._choose
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The certificates that it shows, each by its `pin_name`, the current one last."""
+        return (*self._context_by_name, pin_name(self.sha256))
+
     def take_up(self) -> None:
         """Loads the certificate again if its files have changed, and shows it from now on.
 

@@ -15,8 +15,10 @@ from replicated_ckpt.environment import (
     DIRECT_IO_ENV,
     PLAIN_ENV,
     PORT_ENV,
+    ROOT_ENV,
     TLS_CERT_ENV,
     TLS_KEY_ENV,
+    default_root,
 )
 from replicated_ckpt.node.peers.address_book import listening_host
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
@@ -27,7 +29,9 @@ HELP = "Serve this node's store to its peers until stopped. Ranks start an agent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, a directory on its own disk")
+    root = default_root()
+    help_ = f"this node's store, a directory on its own disk (default: {ROOT_ENV})"
+    parser.add_argument("--root", required=root is None, default=root, help=help_)
     parser.add_argument(
         "--host",
         help="address to listen on (default: 127.0.0.1 while all known peers are on this host, else all IPv4 and IPv6 "

@@ -39,6 +39,8 @@ from replicated_ckpt.agent.state.endpoint import (
     write_endpoint,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
+from replicated_ckpt.agent.state.owner_key import read_owner_key
+from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
@@ -259,8 +261,9 @@ class Agent:
 
     def _open_server(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._uploader)
+        tokens = self._make_tokens(identity)
         routes = WatchedRoutes(
-            self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
+            self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set, tokens.prove
         )
         tls = self._certificate.context if self._certificate else None
         allowed = parse_ports(self.config.port)
@@ -269,10 +272,14 @@ class Agent:
             ports.insert(0, identity.port)  # where its peers look for it
         for port in ports:
             try:
-                return AgentServer((self.config.host, port), identity.tokens, routes, tls)
+                return AgentServer((self.config.host, port), tokens, routes, tls)
             except OSError as exc:
                 problem = exc
         raise cannot_listen(self.config.host, ports[-1], problem) from problem
+
+    def _make_tokens(self, identity: Identity) -> Tokens:
+        tokens, shown = replace(identity.tokens, key=read_owner_key()), self._certificate
+        return tokens if shown is None else replace(tokens, names=lambda: shown.names)
 
     def _open_endpoint(self, server: AgentServer, identity: Identity) -> Endpoint:
         return Endpoint(

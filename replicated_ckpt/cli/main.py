@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TextIO
 
+from replicated_ckpt.cli.completion import complete, is_completing
 from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.version import __version__
@@ -29,6 +30,7 @@ VERBS = {
     "forget": "nodes.forget",
     "agent": "nodes.agent",
     "drill": "drill",
+    "completion": "completion",
 }
 """The module of each, in the order of `--help`: what looks first, what removes later."""
 _BEGIN = (
@@ -81,13 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if argv is None else list(argv)
     first = given[:1]
+    if is_completing():
+        complete(parser())
     try:
         try:
             # One verb's module alone is imported: `ls` must not wait for what `drill` or `export` needs.
             known = parser(first if first and first[0] in VERBS else VERBS)
             if any("\0" in text for text in given):  # in this process: no shell passes one on
                 known.error("arguments must not contain NUL")
-            arguments = known.parse_args(given)
+            arguments = known.parse_args(given, argparse.Namespace(given=given))
             return int(arguments.run(arguments))
         finally:
             # Here a full disk or a closed pipe is still an error of ours, not of the interpreter's end.

@@ -24,6 +24,6 @@ def command(*arguments: str | Path, user: int | None = None, idle_s: int = 1) ->
 
 
 def as_json(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
-    done = command(*arguments, "--json")
+    done = command(*arguments, "-o", "json")
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

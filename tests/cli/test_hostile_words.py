@@ -72,7 +72,7 @@ def test_a_store_that_others_write_forges_no_line(
     store = LocalStore(tmp_path / "root")
     WORLDS[world](store)
     for verb in VERBS:
-        for more in ([], ["--json"]) if verb[0] != "upload" else ([],):
+        for more in ([], ["-o", "json"]) if verb[0] != "upload" else ([],):
             code = main([*verb, "--root", str(store.root), *more])
             said = capsys.readouterr()
             lines = (said.out + said.err).split("\n")

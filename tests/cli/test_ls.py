@@ -131,7 +131,7 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
 def test_a_node_of_another_release_is_no_hung_one() -> None:
     """What it refused with says the next step: nothing there is stopped, and no firewall is in between."""
     refused = ConfigInvalid("This agent runs 0.2.0 (protocol 2).", "Install the newer release on all nodes.")
-    (only,) = advise_on_silence(NodesSeen("n", {}, {}, {"gone": refused}, {}), ["gone"])
+    (only,) = advise_on_silence(NodesSeen("n", {}, {}, {"gone": refused}, {}), ["gone"], "root")
     assert only == f"next step for gone: {refused.hint}"
 
 
@@ -220,7 +220,7 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         assert "2 of 2" in line_of(done.stdout, "step-3"), done.stdout
         assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
         assert "manifest damaged" in line_of(done.stdout, "step-2")
-        json.loads(command("ls", "--root", nodes[0].root, "--json").stdout)
+        json.loads(command("ls", "--root", nodes[0].root, "-o", "json").stdout)
 
 
 @pytest.mark.parametrize("words", [["ls"], ["show", "step-1"], ["verify"], ["repair", "--dry-run"], ["status"]])

@@ -208,10 +208,10 @@ def test_watch_marks_what_has_changed(tmp_path: Path) -> None:
 
 
 def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
-    """With --json a line each time; Ctrl-C ends it with 130 and no traceback."""
+    """With -o json a line each time; Ctrl-C ends it with 130 and no traceback."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
-    whole = [sys.executable, "-c", MAIN, "status", "--root", str(store.root), "--watch", "0.2", "--json"]
+    whole = [sys.executable, "-c", MAIN, "status", "--root", str(store.root), "--watch", "0.2", "-o", "json"]
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     watching = subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

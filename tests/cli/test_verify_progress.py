@@ -8,7 +8,7 @@ import pytest
 
 from replicated_ckpt.agent.repair.audit import Auditor
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.progress import describe_reading
+from replicated_ckpt.cli.look.progress import describe_progress
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, introduced, shard
@@ -30,16 +30,16 @@ def large_store(root: Path) -> LocalStore:
 @pytest.mark.parametrize(
     ("read", "size", "seconds", "said"),
     [
-        (500_000_000, 2_000_000_000, 5.0, "verify: 500 MB of 2 GB (25%) read, 100 MB/s, 15 s left"),
-        (2_000_000_000, 1_000_000_000, 1.0, "verify: 1 GB of 1 GB (100%) read, 2 GB/s, 0 s left"),
-        (1_000, 7_300_000, 1.0, "verify: 1 kB of 7.3 MB (0%) read, 1 kB/s, 2 h 1 min left"),
+        (500_000_000, 2_000_000_000, 5.0, "500 MB of 2 GB (25%) read, 100 MB/s, 15 s left"),
+        (2_000_000_000, 1_000_000_000, 1.0, "1 GB of 1 GB (100%) read, 2 GB/s, 0 s left"),
+        (1_000, 7_300_000, 1.0, "1 kB of 7.3 MB (0%) read, 1 kB/s, 2 h 1 min left"),
         (0, 10, 1.0, ""),
         (10, 0, 1.0, ""),
     ],
 )
 def test_the_time_left_is_told_from_the_rate(read: int, size: int, seconds: float, said: str) -> None:
     """What is left at the rate of now; nothing before anything was read; never more than all, as files are read again."""
-    assert describe_reading(read, size, seconds) == said
+    assert describe_progress(read, size, seconds, "read") == said
 
 
 def test_the_command_says_how_far_it_is(tmp_path: Path) -> None:

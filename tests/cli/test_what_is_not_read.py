@@ -55,7 +55,7 @@ def test_what_lies_on_the_nodes_is_told_all_the_same(
     assert said.err.startswith(f"waiting for {URL} since 0.2 s")
     assert f"replicated-ckpt {verb}: list '' at {URL}: " in said.err
     assert "1 checkpoint, " in said.out
-    assert main([verb, "--json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
+    assert main([verb, "-o", "json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
     assert "step-1" in str(json.loads(capsys.readouterr().out)["checkpoints"])
 
 
@@ -88,7 +88,7 @@ def test_what_is_of_a_newer_format_is_not_said_to_be_well(
     root = ["--root", str(store.root)]
     assert main(["verify", *root]) == ExitCode.FAILED
     assert f"not checked: {NEWER}" in capsys.readouterr().out
-    assert main(["verify", "--json", *root]) == ExitCode.FAILED
+    assert main(["verify", "-o", "json", *root]) == ExitCode.FAILED
     assert json.loads(capsys.readouterr().out)["newer_format"] == ["step-1"]
     main(["status", *root])
     assert f"degraded: {NEWER}" in capsys.readouterr().out

@@ -394,8 +394,11 @@ def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
 def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -> None:
     """What is smaller than a megabyte is not "0 of 0 MB", and one tensor is no "1 tensors"."""
     with Printer("export") as printer:
+        printer._shown_at -= 2  # a line a second
+        printer.show(Progress("writing", 10, 40))
         printer.show(Progress("verifying", 40, 40))
-    assert re.fullmatch(r"export: verifying, 40 B of 40 B \(100%\), [\d.]+ [kM]?B/s\n", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"export: 10 B of 40 B \(25%\) written, [\d.]+ [kM]?B/s, \d s left\nexport: verifying\n", said)
     one, more = (Converted("step-1", "x", count, count, count, 0.2) for count in (1, 2))
     assert describe(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
     assert describe(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"

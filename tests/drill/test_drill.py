@@ -35,7 +35,7 @@ def processes_in(workdir: Path) -> list[int]:
 def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """The replaced node's rank gets its bytes from the survivor, every tensor is as saved, no process is left."""
     workdir = tmp_path / "work"
-    command = [*COMMAND, "--scenario", "replace", "--ranks-per-node", "1", "--json"]
+    command = [*COMMAND, "--scenario", "replace", "--ranks-per-node", "1", "-o", "json"]
     command += ["--steps", "3", "--workdir", str(workdir), "--keep"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert ended.returncode == ExitCode.OK, ended.stderr + ended.stdout
@@ -56,7 +56,7 @@ def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> 
     """Two nodes of one rank, all killed and deleted; two blank nodes of two ranks have every tensor as it was saved."""
     pytest.importorskip("moto")
     workdir = tmp_path / "work"
-    command = [*COMMAND, "--scenario", "cluster", "--object-store", "moto", "--ranks-per-node", "1", "--json"]
+    command = [*COMMAND, "--scenario", "cluster", "--object-store", "moto", "--ranks-per-node", "1", "-o", "json"]
     command += ["--steps", "3", "--workdir", str(workdir), "--keep"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert ended.returncode == ExitCode.OK, ended.stderr + ended.stdout

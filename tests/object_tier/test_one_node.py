@@ -363,7 +363,7 @@ def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys
     assert "1 file lost" in said
     assert "load it with its object_store" in said
     assert "this node has no address of" not in said
-    main(["ls", "--root", str(root), "--object-store", where, "--json"])
+    main(["ls", "--root", str(root), "--object-store", where, "-o", "json"])
     (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (row["state"], row["not_reached"], row["bucket"]) == ("lost", [], "there")
 

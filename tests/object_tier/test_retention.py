@@ -82,7 +82,7 @@ def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, An
 def columns_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """By checkpoint, what `ls` says of the bucket, of which it knows by the agents alone."""
     capsys.readouterr()
-    assert main(["ls", "--root", str(root), "--start-agents", "--json"]) == ExitCode.OK
+    assert main(["ls", "--root", str(root), "--start-agents", "-o", "json"]) == ExitCode.OK
     return {row["checkpoint_id"]: row["bucket"] for row in json.loads(capsys.readouterr().out)["checkpoints"]}
 
 

@@ -147,9 +147,11 @@ class Routes:
         objects: ObjectRoutes,
         status: StatusOf,
         stop: Callable[[], None],
+        prove: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._service = service
         self._reprotector = reprotector
+        self._prove = prove
         checks = Checks()
         self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.paused.hold)
         self._objects = objects
@@ -193,10 +195,13 @@ class Routes:
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _tell(self, query: Mapping[str, str], *, is_owner: bool) -> Mapping[str, Any]:
-        """The status. Clients other than the owner get the agent's identity and the progress of a full read alone."""
+        """The status. Clients other than the owner get the agent's identity and the progress of reads and copies alone."""
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
-        return {**told, "verify": self._repair.how_far()}
+        # A client with the user's key checks by this that the agent has the key, too.
+        if is_owner and "challenge" in query:
+            told = {**told, "proof": self._prove(query["challenge"])}
+        return {**told, "verify": self._repair.how_far(), "bytes_fetched": self._reprotector.bytes_fetched}
 
     def _expose(self, *, is_cluster: bool) -> Answer:
         status = self._tell({}, is_owner=True)

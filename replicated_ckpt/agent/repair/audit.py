@@ -107,11 +107,11 @@ class Auditor:
     Afterwards the agents mend damaged files like those that a reader reports.
     """
 
-    def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
+    def __init__(self, store: LocalStore, lost: Collection[str] = (), peers: PeerBook | None = None) -> None:
         self._store = store
         self._node_id = store.read_node_id()
         self._lost = frozenset(lost)
-        self._peers = PeerBook(store.root_agent_directory())
+        self._peers = PeerBook(store.root_agent_directory()) if peers is None else peers
         self._inspector: Inspector | None = None
         self._own_bytes = 0
 

@@ -56,7 +56,7 @@ class Mender:
         self._store = service.store
         self._pace = pace
         self._meanwhile = meanwhile
-        self.bytes_copied = 0
+        self.bytes_copied = self.bytes_fetched = 0
 
     def carry_out(self, action: Action) -> None:
         """Does one action of a plan.
@@ -100,6 +100,11 @@ class Mender:
     def _take(self, size_bytes: int) -> None:
         self._meanwhile()
         self._pace.take(size_bytes)
+
+    def _fetch(self, size_bytes: int) -> None:
+        """Before each piece of a copy. A command that waits for the copies prints the sum."""
+        self._take(size_bytes)
+        self.bytes_fetched += size_bytes
 
     def _examine(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
         inspector = Inspector(self._store, self._service.node_id, self._take)
@@ -266,7 +271,7 @@ class Mender:
                 with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink.create(path, recycled=RecycledFiles(self._store.root), shard=action.shard)
-                    pull_shard(sources, action.shard, sink, self._take, hint)
+                    pull_shard(sources, action.shard, sink, self._fetch, hint)
                 # Verified and durable by now: after a power loss the name must not lead to half a shard.
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")

@@ -241,6 +241,11 @@ class Reprotector:
         """Whether there is work, or will be soon: the agent then stays."""
         return self._busy.is_set()
 
+    @property
+    def bytes_fetched(self) -> int:
+        """The bytes of copies since the agent started, with those of copies that are under way or have failed."""
+        return self._mender.bytes_fetched
+
     def status(self) -> Mapping[str, object]:
         return {
             **asdict(self.last),

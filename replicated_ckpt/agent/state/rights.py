@@ -4,9 +4,11 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+from replicated_ckpt.stores.peer.tls import pin_name
 
 INVITATION_S = 86400.0
 """One day: the slowest rank of a save or load arrives within its process group's time-out, at most hours."""
@@ -20,19 +22,23 @@ class Right(IntEnum):
     JOB = 2
     """The coordinator of a job with ranks on this node: it has an invitation, which those ranks have posted for it."""
     OWNER = 3
-    """The agent's own user on its own host: it has read ROOT/.agent."""
+    """The agent's own user: it has read ROOT/.agent, or has the key file with which the agent was started."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one agent. Neither appears in `repr`, logs or errors.
+    """The tokens of one agent. None of them appears in `repr`, logs or errors.
 
+    `key`: the content of the user's key file; "" without one. `names`: the certificates that the agent shows, the current
+    one last, each by its `pin_name`.
     `_boot_unix_s`: the wall clock minus the monotonic clock, at the start. An invitation ends only when both clocks have
     passed its end, so a wall clock that jumps during a save does not end it.
     """
 
     peer: str = field(repr=False)
     owner: str = field(repr=False)
+    key: str = field(default="", repr=False)
+    names: Callable[[], Collection[str]] = field(default=lambda: (pin_name(""),), repr=False, compare=False)
     _boot_unix_s: float = field(default_factory=lambda: time.time() - time.monotonic(), repr=False, compare=False)
 
     @classmethod
@@ -46,7 +52,13 @@ class Tokens:
         if _are_same(given, self.peer):
             return Right.PEER
         now_unix_s = min(time.time(), self._boot_unix_s + time.monotonic())
-        return Right.JOB if _is_invitation(given, self.owner, now_unix_s) else None
+        if self.key and any(_is_valid(given, self.key, _OWNER.format(name), now_unix_s) for name in self.names()):
+            return Right.OWNER
+        return Right.JOB if _is_valid(given, self.owner, _INVITATION, now_unix_s) else None
+
+    def prove(self, challenge: str) -> str:
+        """Shows a client with the same key that this agent has it, too. "": this agent has none."""
+        return prove(self.key, tuple(self.names())[-1], challenge) if self.key else ""
 
 
 def invite(owner_token: str, now_unix_s: float) -> str:
@@ -54,17 +66,37 @@ def invite(owner_token: str, now_unix_s: float) -> str:
 
     It is signed with the owner's token, which it does not reveal. So a rank makes it alone, and no agent has to store it.
     """
+    return _sign(owner_token, _INVITATION, now_unix_s)
+
+
+def show_key(key: str, tls_sha256: str, now_unix_s: float) -> str:
+    """A token that gives the owner's right at the agent with this certificate, for INVITATION_S.
+
+    Another agent refuses it. So whoever answers in the place of that agent cannot use the token elsewhere.
+    """
+    return _sign(key, _OWNER.format(pin_name(tls_sha256)), now_unix_s)
+
+
+def prove(key: str, name: str, challenge: str) -> str:
+    """The answer to a client's challenge by an agent that has the key and shows the certificate `name`."""
+    return _signature(key, f"agent {name} {challenge}")
+
+
+_INVITATION, _OWNER = "invitation", "owner {}"
+
+
+def _sign(secret: str, what: str, now_unix_s: float) -> str:
     until = str(int(now_unix_s + INVITATION_S))
-    return f"{until}.{_signature(owner_token, until)}"
+    return f"{until}.{_signature(secret, f'{what} {until}')}"
 
 
-def _is_invitation(given: str, owner_token: str, now_unix_s: float) -> bool:
+def _is_valid(given: str, secret: str, what: str, now_unix_s: float) -> bool:
     until, _, signature = given.partition(".")
-    return _are_same(signature, _signature(owner_token, until)) and now_unix_s < int(until)
+    return _are_same(signature, _signature(secret, f"{what} {until}")) and now_unix_s < int(until)
 
 
-def _signature(owner_token: str, until: str) -> str:
-    return hmac.new(owner_token.encode(), f"invitation {until}".encode(errors="replace"), hashlib.sha256).hexdigest()
+def _signature(secret: str, text: str) -> str:
+    return hmac.new(secret.encode(), text.encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
 def _are_same(given: str, known: str) -> bool:

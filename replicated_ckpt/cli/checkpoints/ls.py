@@ -10,37 +10,49 @@ from typing import Any
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import (
-    HEADER,
     CheckpointSeen,
     advise,
     describe_newer,
     describe_totals,
     find_needed,
+    format_checkpoints,
     list_checkpoints,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
-from replicated_ckpt.cli.look.given_root import add_start_argument, describe_memory_tier, open_store_of
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import format_table, say_if_slow
+from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
+from replicated_ckpt.cli.look.given_root import (
+    add_root_argument,
+    add_start_argument,
+    describe_memory_tier,
+    open_store_of,
+)
+from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.progress import say_if_slow
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
-from replicated_ckpt.errors import StoreError
+from replicated_ckpt.cli.output import add_output_argument
+from replicated_ckpt.environment import ROOT_ENV
+from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.node.peers.watch import describe_silence
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import describe_bytes, plural
 
 HELP = "List the checkpoints on this node and its peers."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser, required=False)
     parser.add_argument(
-        "--object-store", metavar="URL", help="also list what is in this bucket, such as s3://bucket/prefix"
+        "--object-store",
+        metavar="URL",
+        help="also list what is in this bucket, such as s3://bucket/prefix; without --root, only that",
     )
+    add_nodes_argument(parser)
     add_start_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,8 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, AgentUnavailable. StoreError: also where the bucket cannot be listed; what lies
             on the nodes is shown before.
     """
+    if arguments.root is None:
+        return _list_bucket_alone(arguments)
     store = open_store_of(arguments)
-    seen = look_at_nodes(store)
+    seen = look_at_nodes(store, open_book(store, arguments.nodes))
     there, problem = None, None
     try:
         there = None if arguments.object_store is None else list_bucket(name_bucket(arguments.object_store, store))
@@ -69,14 +83,34 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def name_bucket(url: str, store: LocalStore) -> ObjectTarget:
+def _list_bucket_alone(arguments: argparse.Namespace) -> int:
+    target = name_bucket_alone(arguments)
+    rows = list_checkpoints(NO_NODES, list_bucket(target))
+    if arguments.json:
+        print(json.dumps({"checkpoints": [row.to_json() for row in rows], "object_store": target.url}, indent=2))
+    else:
+        print(format_checkpoints(rows, NO_NODES))
+        size = describe_bytes(sum(row.size_bytes or 0 for row in rows))
+        print(f"{plural(len(rows), 'checkpoint')}, {size} in {target.url}; no node was asked, as there is no --root")
+    return ExitCode.OK
+
+
+def name_bucket_alone(arguments: argparse.Namespace) -> ObjectTarget:
+    """As `name_bucket`, for a command without `--root`. Raises ConfigInvalid: there is no `--object-store`, either."""
+    if arguments.object_store is None or arguments.nodes or arguments.start_agents:
+        hint = f"Name a node's store with --root or {ROOT_ENV}, or a bucket alone with --object-store."
+        raise ConfigInvalid("No store was named.", hint)
+    return name_bucket(arguments.object_store, None)
+
+
+def name_bucket(url: str, store: LocalStore | None) -> ObjectTarget:
     """The bucket of an option; credentials come from the environment or a profile, as for s3fs. Nothing is asked of it.
 
     Raises:
         ConfigInvalid: it names no bucket, or a node's store, or no package here reaches it.
     """
     target = ObjectTarget.check_supported(url, None)
-    target.check_is_apart(store.root)
+    target.check_is_apart(None if store is None else store.root)
     # A missing package shows at once, not after every node was read.
     open_client(target).close()
     return target
@@ -107,7 +141,7 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
 
 
 def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:
-    print(format_table(HEADER, [row.cells(seen) for row in rows]))
+    print(format_checkpoints(rows, seen))
     for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
         print(line)
     for newer in seen.newer:

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import index
 from typing import Any
 
 from replicated_ckpt.agent.launch import ensure_agent
@@ -11,8 +13,9 @@ from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
-from replicated_ckpt.cli.look.given_root import open_store, start_agent
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.progress import show_progress
 from replicated_ckpt.cli.look.waiting_saves import (
     advise_on_in_doubt,
     describe_loss,
@@ -21,6 +24,7 @@ from replicated_ckpt.cli.look.waiting_saves import (
     list_staged_saves,
     waits_for_any,
 )
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook, listening_host
@@ -73,7 +77,7 @@ HELP = "Move bad files aside, restore them from good copies, and make missing co
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan; change nothing")
     parser.add_argument(
@@ -84,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="id or host of a node that is gone for good: make its copies anew, and abort saves that are in doubt only "
         "because of it; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -189,9 +193,32 @@ def carry_out(
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
         return list_failures(answer, client.address.label)
 
-    outcome = FanOut.run(sorted({action.node_id for action in plan.actions}), told)
+    with show_progress("copying", "copied", _Copying(plan, address_by_node).look):
+        outcome = FanOut.run(sorted({action.node_id for action in plan.actions}), told)
     errors = {action: error for result in outcome.results.values() for action, error in result.items()}
     return errors | {label(node): error.message for node, error in outcome.errors.items()}
+
+
+class _Copying:
+    """How far the agents are with the copies of a plan."""
+
+    def __init__(self, plan: RepairPlan, address_by_node: Mapping[str, AgentAddress]) -> None:
+        self._addresses = {copy.node_id: address_by_node[copy.node_id] for copy in plan.copy}
+        self._sizes = Counter[str]()
+        for copy in plan.copy:
+            self._sizes[copy.node_id] += copy.size_bytes
+        self._at_first: dict[str, int] = {}
+
+    def look(self) -> Mapping[str, tuple[int, int]]:
+        now = FanOut.run(self._addresses, self._ask).results
+        self._at_first = {**now, **self._at_first}
+        return {node: (fetched - self._at_first[node], self._sizes[node]) for node, fetched in now.items()}
+
+    def _ask(self, node: str) -> int:
+        with AgentClient(self._addresses[node]) as client:
+            answer = client.call("GET", "/v1/status?brief=1")
+        with parsing(f"{self._addresses[node].label} sent an invalid report of its progress"):
+            return index(answer["bytes_fetched"])
 
 
 def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:

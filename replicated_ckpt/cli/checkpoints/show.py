@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
+from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket_alone
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import (
     DAMAGED,
@@ -12,18 +14,25 @@ from replicated_ckpt.cli.look.checkpoints import (
     NOT_SEEN,
     CheckpointSeen,
     advise,
+    choose_id,
     describe_absent,
     find_id,
     list_checkpoints,
     see_with_unclaimed_files,
 )
-from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
+from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
+from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.divergence import describe_divergences
 from replicated_ckpt.core.inventory import saves_found
-from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave
+from replicated_ckpt.environment import ROOT_ENV
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.wording import describe_bytes
 
 HELP = "Show one checkpoint: its size, run, step and bucket, and which nodes hold each shard."
@@ -32,15 +41,21 @@ _HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser, required=False)
+    parser.add_argument("--object-store", metavar="URL", help="without --root: show it as it is in this bucket")
+    add_nodes_argument(parser)
     add_start_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not."""
+    if arguments.root is None:
+        return _show_in_bucket(arguments)
+    if arguments.object_store is not None:
+        raise ConfigInvalid("--object-store shows a bucket alone.", f"Leave out --root, and unset {ROOT_ENV}.")
     store = open_store_of(arguments)
-    seen = look_at_nodes(store)
+    seen = look_at_nodes(store, open_book(store, arguments.nodes))
     arguments.id = find_id(store, arguments.id, seen)
     rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]
     if not rows:
@@ -67,6 +82,49 @@ def run(arguments: argparse.Namespace) -> int:
         return ExitCode.FAILED
     codes = {LOST: ExitCode.SHARD_LOST, NOT_SEEN: ExitCode.UNREACHABLE, DAMAGED: ExitCode.FAILED}
     return codes.get(rows[0].state, ExitCode.OK)
+
+
+def _show_in_bucket(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if every file has its size there; SHARD_LOST if not.
+
+    Raises:
+        CheckpointNotFound. ObjectMissing, ManifestInvalid: it has no valid manifest there, as stock torch's. StoreError
+    """
+    target = name_bucket_alone(arguments)
+    saves = list_bucket(target)
+    rows = {row.checkpoint_id: row for row in list_checkpoints(NO_NODES, saves)}
+    checkpoint_id = choose_id(arguments.id, list(rows.values()))
+    there = next((save for save in saves if save.checkpoint_id == checkpoint_id), None)
+    if there is None:
+        hint = "`replicated-ckpt ls --object-store URL` lists the checkpoints there."
+        raise CheckpointNotFound(f"{target.url} has no checkpoint {arguments.id!r}.", hint)
+    with closing(open_client(target)) as client:
+        manifest = decode_manifest(Bucket(client).manifest_raw(there), target.url)
+    row, absent = (
+        rows[there.checkpoint_id],
+        [n for n, e in manifest.shards.items() if there.sizes.get(n) != e.size_bytes],
+    )
+    if arguments.json:
+        shards = {
+            name: {"size_bytes": entry.size_bytes, "crc32c": f"{entry.crc32c:08x}", "is_there": name not in absent}
+            for name, entry in manifest.shards.items()
+        }
+        save = {**row.to_json(), "world_size": manifest.world_size, "shards": shards}
+        print(json.dumps({"checkpoint_id": there.checkpoint_id, "object_store": target.url, "saves": [save]}, indent=2))
+    else:
+        cells = [
+            (
+                name,
+                describe_bytes(entry.size_bytes),
+                f"rank {entry.owner_rank}",
+                "not there" if name in absent else "there",
+            )
+            for name, entry in sorted(manifest.shards.items(), key=lambda item: (item[1].owner_rank, item[0]))
+        ]
+        print(f"{there.checkpoint_id} in {target.url}; no node was asked, as there is no --root")
+        print("\n".join(_describe_facts(row, manifest, NO_NODES)))
+        print(format_table(("FILE", "SIZE", "OF", "BUCKET"), cells))
+    return ExitCode.SHARD_LOST if absent else ExitCode.OK
 
 
 def _details(save: SeenSave) -> dict[str, Any]:
@@ -96,7 +154,11 @@ def _details(save: SeenSave) -> dict[str, Any]:
 
 
 def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
-    manifest = save.manifest
+    lines = _describe_facts(row, save.manifest, seen)
+    return "\n".join([*lines, format_table(_HEADER, [_metadata_cells(save, seen), *_shard_cells(save, seen)])])
+
+
+def _describe_facts(row: CheckpointSeen, manifest: Manifest, seen: NodesSeen) -> list[str]:
     facts = {
         "saved at": format_moment(manifest.created_unix_s),
         "step": "-" if row.step is None else str(row.step),
@@ -109,8 +171,7 @@ def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
     }
     if manifest.divergences:
         facts["replicas"] = f"differed in {describe_divergences(manifest.divergences, manifest.host_by_rank)}"
-    lines = [f"  {name + ':':10}{value}" for name, value in facts.items()]
-    return "\n".join([*lines, format_table(_HEADER, [_metadata_cells(save, seen), *_shard_cells(save, seen)])])
+    return [f"  {name + ':':10}{value}" for name, value in facts.items()]
 
 
 def _describe_world(manifest: Manifest, seen: NodesSeen) -> str:

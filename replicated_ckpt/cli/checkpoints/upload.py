@@ -1,19 +1,22 @@
 """`replicated-ckpt upload ID`: uploads one checkpoint to the object store, or waits for its upload."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from shlex import quote
 
 from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import find_id
-from replicated_ckpt.cli.look.given_root import open_store
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import parse_seconds
+from replicated_ckpt.cli.look.progress import ProgressLine, describe_progress, parse_seconds
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
@@ -45,7 +48,7 @@ _SHOWN_MAX = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--to", metavar="URL", help="target bucket, such as s3://bucket/prefix (default: the one that the save names)"
     )
@@ -57,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the commit (default: %(default)s)",
     )
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,16 +86,17 @@ def run(arguments: argparse.Namespace) -> int:
     if stuck and not arguments.no_wait:
         raise UploadFailed(arguments.id, target.url, stuck)
     for address, error in () if stuck else refused.items():
-        print(f"not ordered at {address.label}; other nodes upload its shards: {error.message}")
+        said = f"not ordered at {address.label}; other nodes upload its shards: {error.message}"
+        print(said, file=sys.stderr if arguments.json else sys.stdout)
     if arguments.no_wait:
-        print(f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}")
-        return ExitCode.OK
-    state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
-    if state.state == "superseded":
-        print(f"{arguments.id}: {state.error}")
-        return ExitCode.FAILED
-    print(f"{arguments.id}: committed in {target.url}")
-    return ExitCode.OK
+        text = f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}"
+        state = UploadState(manifest.checkpoint_id, target.url, error=stuck)
+    else:
+        state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
+        is_over = state.state == "superseded"
+        text = f"{arguments.id}: {state.error}" if is_over else f"{arguments.id}: committed in {target.url}"
+    print(json.dumps(asdict(state), indent=2) if arguments.json else text)
+    return ExitCode.FAILED if state.state == "superseded" else ExitCode.OK
 
 
 def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
@@ -192,7 +197,10 @@ def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
 
 
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
-    deadline, said, say_at = time.monotonic() + timeout_s, "", time.monotonic() + _SAID_EVERY_S
+    own, began, line = store.read_node_id(), time.monotonic(), ProgressLine()
+    size_bytes = sum(entry.size_bytes for entry in manifest.shards.values() if entry.owner_node == own)
+    deadline, said, every_s = began + timeout_s, "", line.every_s or _SAID_EVERY_S
+    say_at = began + every_s
     while True:
         # Asked for each time: an agent that ranks started may leave, and another one come, meanwhile.
         with AgentClient(ensure_agent(store).local_address()) as client:
@@ -203,14 +211,16 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
                 raise UploadFailed(manifest.checkpoint_id, target.url, "the upload ended without a commit.")
             return UploadState(manifest.checkpoint_id, target.url, "committed")
         if state.state != "pending":
+            line.clear()
             return state
         how_far = _describe_progress(state, manifest)
         # A refusal, as of credentials, does not pass by waiting.
         if state.is_denied or time.monotonic() > deadline:
             raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out expired: {how_far}.")
         if how_far != said and time.monotonic() > say_at:
-            print(f"{manifest.checkpoint_id}: {how_far}", file=sys.stderr, flush=True)
-            said, say_at = how_far, time.monotonic() + _SAID_EVERY_S
+            sent = describe_progress(state.bytes_sent, size_bytes, time.monotonic() - began, "sent by this node")
+            line.show(f"{manifest.checkpoint_id}: {how_far}" + (f"; {sent}" if sent and line.every_s else ""))
+            said, say_at = how_far, time.monotonic() + every_s
         time.sleep(_POLL_S)
 
 

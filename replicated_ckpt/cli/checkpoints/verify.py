@@ -10,17 +10,28 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import Audit
-from replicated_ckpt.cli.checkpoints.ls import name_bucket
+from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket, name_bucket_alone
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import (
+    advise,
+    choose_id,
+    describe_absent,
+    describe_newer,
+    find_id,
+    list_checkpoints,
+)
+from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
-from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow
+from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
+from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
+from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
 from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard
-from replicated_ckpt.errors import StoreError
+from replicated_ckpt.errors import CheckpointNotFound, StoreError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAuditor
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -34,20 +45,24 @@ from replicated_ckpt.wording import describe_bytes, plural
 HELP = "Read and check every byte on this node and its peers. Changes nothing."
 
 
+_LIST = "`replicated-ckpt ls --object-store URL` lists the checkpoints there."
 _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser, required=False)
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
     parser.add_argument(
-        "--object-store", metavar="URL", help="also read what is in this bucket, such as s3://bucket/prefix"
+        "--object-store",
+        metavar="URL",
+        help="also read what is in this bucket, such as s3://bucket/prefix; without --root, only that",
     )
+    add_nodes_argument(parser)
     add_start_argument(parser)
     parser.add_argument(
         "--progress", action="store_true", help="print progress to standard error even if it is not a terminal"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,24 +71,27 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
     """
+    if arguments.root is None:
+        return _verify_bucket_alone(arguments)
     store = open_store_of(arguments)
-    arguments.id = arguments.id and find_id(store, arguments.id)
+    peers = open_book(store, arguments.nodes)
+    arguments.id = arguments.id and find_id(store, arguments.id, peers=peers)
     target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     began_at = time.monotonic()
-    audit = read_all(store, arguments.id, shows_progress=arguments.progress)
+    audit = read_all(store, arguments.id, peers, shows_progress=arguments.progress)
     seconds = time.monotonic() - began_at
-    audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
-    newer = [] if arguments.id else see_audit(store, audit).newer
+    audits = UnmanagedAuditor(store, audit.silent_nodes, peers).audit(arguments.id, audit.checkpoint_ids)
+    newer = [] if arguments.id else see_audit(store, audit, peers).newer
     if (audit.checkpoint_ids or audits or not arguments.id) and not arguments.json:
-        _print(store, audit, seconds, has_others=bool(audits or newer))
+        _print(store, audit, see_audit(store, audit, peers), seconds, has_others=bool(audits or newer))
         print_audits(audits)
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
         # The bucket may take hours: in a pipe the nodes' result would be held back until then.
         sys.stdout.flush()
-    there = _InBucket() if target is None else _read(target, arguments.id)
+    there = _InBucket() if target is None else _read(target, arguments.id, shows_progress=arguments.progress)
     if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
-        raise describe_absent(store, look_at_nodes(store), arguments.id)
+        raise describe_absent(store, look_at_nodes(store, peers), arguments.id)
     if arguments.json:
         others = {"unmanaged": [found.to_json() for found in audits], "newer_format": newer}
         document = {**as_json(audit), "seconds": round(seconds, 3), **others, "object_store": there.to_json()}
@@ -89,6 +107,25 @@ def run(arguments: argparse.Namespace) -> int:
         ExitCode.FAILED if there.findings or there.newer or newer else ExitCode.OK,
     )
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
+
+
+def _verify_bucket_alone(arguments: argparse.Namespace) -> int:
+    target = name_bucket_alone(arguments)
+    if arguments.id:
+        asked = arguments.id
+        arguments.id = choose_id(asked, list_checkpoints(NO_NODES, list_bucket(target))) if is_newest(asked) else asked
+        if arguments.id is None:
+            raise CheckpointNotFound(f"{target.url} has no checkpoint for {asked!r}.", _LIST)
+    there = _read(target, arguments.id, shows_progress=arguments.progress)
+    if there.problem is not None:
+        raise there.problem
+    if arguments.id and not there.is_anything:
+        raise CheckpointNotFound(f"{target.url} has no checkpoint {arguments.id!r}.", _LIST)
+    if arguments.json:
+        print(json.dumps({"object_store": there.to_json()}, indent=2))
+    else:
+        _print_bucket(there, {})
+    return ExitCode.FAILED if there.findings or there.newer else ExitCode.OK
 
 
 @dataclass(frozen=True)
@@ -118,14 +155,17 @@ class _InBucket:
         return {**asdict(replace(self, findings=(), problem=None)), "findings": findings, "problem": error}
 
 
-def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
+def _read(target: ObjectTarget, checkpoint_id: str | None, *, shows_progress: bool) -> _InBucket:
     try:
         # One request of thousands may fail: that must not end a check of hours.
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):
                 saves = inspector.find_damage(checkpoint_id)
-            findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
+            size = sum(sum(save.sizes.values()) for save in saves)
+            look = lambda: {target.url: (inspector.bytes_read, size)}  # noqa: E731 - called by the progress alone
+            with show_progress("verify", f"read in {target.url}", look, always=shows_progress):
+                findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
     except StoreError as exc:
         return _InBucket(target.url, problem=exc)
     return _InBucket(
@@ -161,8 +201,8 @@ def _print_bucket(there: _InBucket, on_nodes: Mapping[str, str]) -> None:
         others = [one for one in there.checkpoint_ids if on_nodes.get(one) and on_nodes[one] not in there.save_ids]
         if others:
             print(f"{there.url} has another save than the nodes' newest one: {', '.join(others)}")
-        found = "intact" if there.checkpoint_ids else "no checkpoint to verify"
-        verdict = "NOT intact" if there.findings else found
+        found = paint("intact", Colour.GREEN) if there.checkpoint_ids else "no checkpoint to verify"
+        verdict = paint("NOT intact", Colour.RED) if there.findings else found
         print(
             f"{plural(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
         )
@@ -191,9 +231,8 @@ def as_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _print(store: LocalStore, audit: Audit, seconds: float, *, has_others: bool) -> None:
+def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, has_others: bool) -> None:
     """`has_others`: there are checkpoints of stock torch or of newer versions, which are printed after this."""
-    seen = see_audit(store, audit)
     for finding in audit.findings:
         print(finding)
     for short in audit.plan.short:
@@ -220,16 +259,17 @@ def _print(store: LocalStore, audit: Audit, seconds: float, *, has_others: bool)
 
 def _verdict(audit: Audit, *, has_others: bool) -> str:
     if not audit.is_intact:
-        return "NOT intact"
+        return paint("NOT intact", Colour.RED)
     if audit.silent:
         return f"all that was read is intact; {plural(len(audit.silent), 'node')} did not answer"
     if audit.checkpoint_ids:
-        return "intact"
+        return paint("intact", Colour.GREEN)
     return "no checkpoint with a manifest that this version reads" if has_others else "no checkpoint to verify"
 
 
-def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:
+def see_audit(store: LocalStore, audit: Audit, peers: PeerBook | None = None) -> NodesSeen:
     held = {found.node_id: found.held for found in audit.readings}
-    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
+    peers = PeerBook(store.root_agent_directory()) if peers is None else peers
+    addresses = {peer.node_id: peer for peer in peers.read_all()}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
     return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)

@@ -6,9 +6,10 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Self
 
+from replicated_ckpt.cli.look.progress import ProgressLine, describe_progress
 from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
-from replicated_ckpt.wording import describe_bytes, escape_controls, plural
+from replicated_ckpt.wording import escape_controls, plural
 
 if TYPE_CHECKING:
     from replicated_ckpt.dcp.convert.entries.source import Converted, Progress
@@ -77,6 +78,7 @@ class Printer:
         self._verb = verb
         self._started_at = self._shown_at = time.monotonic()
         self._step = "writing"
+        self._line = ProgressLine()
         self._caught = warnings.catch_warnings()
 
     def __enter__(self) -> Self:
@@ -88,6 +90,7 @@ class Printer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._line.clear()
         self._caught.__exit__(None, None, None)
 
     def show(self, progress: "Progress") -> None:
@@ -96,10 +99,10 @@ class Printer:
         if now - self._shown_at < _LINE_EVERY_S and progress.step == self._step:
             return
         self._shown_at, self._step = now, progress.step
-        share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 1.0
-        speed = describe_bytes(progress.done_bytes / max(now - self._started_at, 1e-9))
-        size = f"{describe_bytes(progress.done_bytes)} of {describe_bytes(progress.total_bytes)}"
-        self.print_line(f"{progress.step}, {size} ({share:.0%}), {speed}/s")
+        how_far = describe_progress(progress.done_bytes, progress.total_bytes, now - self._started_at, "written")
+        # The check reads all of it again, and how long that takes is not known.
+        self._line.show(f"{self._verb}: {how_far if progress.step == 'writing' and how_far else progress.step}")
 
     def print_line(self, line: str) -> None:
+        self._line.clear()
         print(f"{self._verb}: {escape_controls(line)}", file=sys.stderr, flush=True)

@@ -1,10 +1,13 @@
 """`replicated-ckpt export ID --to FORMAT PATH`: one checkpoint in another format."""
 
 import argparse
+import json
+from dataclasses import asdict
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
-from replicated_ckpt.cli.look.given_root import open_store
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.wording import list_some, plural
 
@@ -15,7 +18,7 @@ _SKIPPED_SHOWN_MAX = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     parser.add_argument("path", metavar="PATH", help="target: a path, or a URL that fsspec supports")
-    parser.add_argument("--root", help="a node's store; what it lacks is read from its peers")
+    add_root_argument(parser, "a node's store; what it lacks is read from its peers", required=False)
     parser.add_argument(
         "--object-store", metavar="URL", help="also read from this bucket; without --root, only from there"
     )
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_key_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace PATH, once everything is written")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,5 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     if done.skipped:
         entries, names = plural(len(done.skipped), "entry"), list_some(done.skipped, _SKIPPED_SHOWN_MAX)
         printer.print_line(f"left out {entries} without a tensor, which {arguments.format} files cannot hold: {names}")
-    print(f"{done.checkpoint_id}: {describe(done)} written to {done.place} and read back")
+    if arguments.json:
+        print(json.dumps(asdict(done), indent=2))
+    else:
+        print(f"{done.checkpoint_id}: {describe(done)} written to {done.place} and read back")
     return ExitCode.OK

@@ -1,9 +1,13 @@
 """`replicated-ckpt import PATH ID --from FORMAT`: a checkpoint of ours from another format."""
 
 import argparse
+import json
+from dataclasses import asdict
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
+from replicated_ckpt.cli.look.given_root import add_root_argument
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.errors import CheckpointExists
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."
@@ -14,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path", metavar="PATH", help="a file of torch.save, safetensors (file or directory), or a DCP directory"
     )
     parser.add_argument("id", metavar="ID", help="id of the new checkpoint")
-    parser.add_argument("--root", required=True, help="this node's store; created if missing")
+    add_root_argument(parser, "this node's store; created if missing")
     parser.add_argument(
         "--from", required=True, choices=["torch", "safetensors", "dcp"], dest="format", help="what PATH is"
     )
@@ -28,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_key_arguments(parser)
     parser.add_argument("--add-prefix", default="", metavar="TEXT", help="put this before each name, such as model.")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint of this id")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,5 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     except CheckpointExists as exc:
         hint = f"Import it under another ID than {arguments.id!r}, or replace the existing checkpoint with --overwrite."
         raise CheckpointExists(exc.message, hint) from exc
-    print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
+    if arguments.json:
+        print(json.dumps(asdict(done), indent=2))
+    else:
+        print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
     return ExitCode.OK

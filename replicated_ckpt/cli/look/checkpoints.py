@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
+from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.nodes import (
     NodesSeen,
     advise_on_lost,
@@ -17,7 +18,7 @@ from replicated_ckpt.cli.look.nodes import (
     describe_spare,
     look_at_nodes,
 )
-from replicated_ckpt.cli.look.progress import format_moment
+from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
@@ -26,6 +27,7 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.local.store import LocalStore
@@ -106,7 +108,7 @@ class CheckpointSeen:
         if self.state in (DAMAGED, UNMANAGED):
             return self.note
         if self.state == IN_BUCKET:
-            return "no node has it"
+            return "no node has it" if seen.holdings_by_node else "no node was asked"
         if self.state in (REMOVED, RETIRED):
             return self._describe_going(seen)
         silent = [node for node in self.not_reached if node in seen.unreached]
@@ -129,6 +131,11 @@ class CheckpointSeen:
             return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
         return f"expired, still on {seen.list_names(self.nodes)}"
 
+    def paint(self, copies: str) -> str:
+        """The column COPIES in the colour of its state, for a terminal."""
+        colour = Colour.GREEN if self.is_good else Colour.YELLOW if self.state in (SHORT, NOT_SEEN) else Colour.RED
+        return paint(copies, Colour.YELLOW if self.is_good and self.shares_host else colour)
+
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
         """Its row of the table."""
         hosts = sorted(seen.name(node) for node in self.nodes if node != OBJECT_NODE)
@@ -142,6 +149,19 @@ class CheckpointSeen:
             list_some(hosts, _HOSTS_MAX) or "-",
             self.bucket or "-",
         )
+
+
+def format_checkpoints(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
+    """The table of `ls`."""
+    cells = [row.cells(seen) for row in rows]
+    header, *lines = format_table(HEADER, cells).split("\n")
+    place = HEADER.index("COPIES")
+    # Only now: the escapes would count as width. No id has the spaces of that column.
+    painted = [
+        line.replace(texts[place], row.paint(texts[place]), 1)
+        for line, texts, row in zip(lines, cells, rows, strict=True)
+    ]
+    return "\n".join([header, *painted])
 
 
 def list_checkpoints(seen: NodesSeen, there: Sequence[BucketSave] | None = None) -> list[CheckpointSeen]:
@@ -316,7 +336,7 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
         *damaged,
         *lost,
         *advise_on_unknown_nodes(unauthenticated, seen),
-        *advise_on_silence(seen, needed),
+        *advise_on_silence(seen, needed, root),
         *advise_on_lost(seen, root, needed, copies_wanted),
     ]
 
@@ -382,21 +402,33 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
     return CheckpointNotFound(message, hint, unreached)
 
 
-def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None) -> str:
+def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None, peers: PeerBook | None = None) -> str:
     """The id for `asked`. For "latest": the newest checkpoint that can be loaded from the nodes that answered.
 
     Raises:
         LatestAmbiguous: checkpoints lie in several directories. CheckpointNotFound: none was seen.
     """
+    if Newest.parse(asked) is None:
+        return asked
+    seen = look_at_nodes(store, peers) if seen is None else seen
+    found = choose_id(asked, list_checkpoints(seen))
+    if found is None:
+        raise describe_absent(store, seen, asked)
+    return found
+
+
+def choose_id(asked: str, rows: Sequence[CheckpointSeen]) -> str | None:
+    """The id for `asked`, as `find_id`, in the order of the rows; None: there is no checkpoint for "latest".
+
+    Raises:
+        LatestAmbiguous: checkpoints lie in several directories.
+    """
     newest = Newest.parse(asked)
     if newest is None:
         return asked
-    seen = look_at_nodes(store) if seen is None else seen
-    rows = list_checkpoints(seen)
     newest = newest.choose_directory(row.checkpoint_id for row in rows)
-    rows = [row for row in rows if newest.fits(row.checkpoint_id)]
-    if not rows:
-        raise describe_absent(store, seen, asked)
+    fitting = [row for row in rows if newest.fits(row.checkpoint_id)]
     # "latest" must be one that a load can take: a damaged one may be the newest.
-    whole = (row for row in rows if not row.is_lost and row.state != DAMAGED)
-    return next(whole, rows[0]).checkpoint_id
+    whole = (row for row in fitting if not row.is_lost and row.state != DAMAGED)
+    chosen = next(whole, next(iter(fitting), None))
+    return None if chosen is None else chosen.checkpoint_id

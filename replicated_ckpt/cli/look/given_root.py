@@ -2,7 +2,11 @@
 
 import argparse
 import os
+import shlex
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -15,9 +19,17 @@ from replicated_ckpt.core.layout import (
     STAGING_DIR,
     ShardName,
 )
-from replicated_ckpt.environment import TRUST_ROOT_ENV
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ReplicatedCkptError, StoreDenied
-from replicated_ckpt.node.peers.address_book import listening_host
+from replicated_ckpt.environment import ROOT_ENV, RSH_ENV, TRUST_ROOT_ENV, default_root
+from replicated_ckpt.errors import (
+    AgentUnavailable,
+    CheckpointNotFound,
+    ConfigInvalid,
+    ReplicatedCkptError,
+    StoreDenied,
+    StoreUnavailable,
+)
+from replicated_ckpt.node.peers.address_book import PeerBook, listening_host
+from replicated_ckpt.node.peers.watch import runs_no_agent
 from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
 from replicated_ckpt.stores.files.ownership import find_other_owner
@@ -30,7 +42,8 @@ from replicated_ckpt.stores.local.directories.roots import (
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.wording import plural
+from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import one_line, plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR}
 _NAME_IT = "Pass --root with the directory that the ranks of this node save to, the `root` of ReplicatedWriter."
@@ -172,13 +185,38 @@ def describe_memory_tier(store: LocalStore) -> list[str]:
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05
+_RSH_S = 60.0
+
+
+_ROOT = "this node's store, the root that the job saves to"
+
+
+def add_root_argument(parser: argparse.ArgumentParser, what: str = _ROOT, *, required: bool = True) -> None:
+    """Adds `--root`. `required`: the verb needs a store, which `--root` or the environment names."""
+    root = default_root()
+    parser.add_argument(
+        "--root", required=required and root is None, default=root, help=f"{what} (default: {ROOT_ENV})"
+    )
+
+
+def repeat_command(arguments: argparse.Namespace, store: LocalStore) -> str:
+    """This command for a shell on another node, where relative paths would name other directories."""
+    words = ["replicated-ckpt", *arguments.given]
+    root = str(store.root)
+    return shlex.join(words if {root, f"--root={root}"} & set(words) else [*words, "--root", root])
 
 
 def add_start_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-agents",
         action="store_true",
-        help="start this node's agent if none runs",
+        help="start this node's agent if none runs, with --rsh also the others'",
+    )
+    parser.add_argument(
+        "--rsh",
+        default=os.environ.get(RSH_ENV, ""),
+        metavar="COMMAND",
+        help=f"runs a command on another host, such as ssh (default: {RSH_ENV})",
     )
 
 
@@ -191,7 +229,48 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
     store = open_store(arguments.root)
     if arguments.start_agents:
         start_agent(store)
+        # The command below has this option: without it, a node that was asked would ask all others in turn.
+        if arguments.rsh and not getattr(arguments, "own_agent", False):
+            for problem in start_other_agents(store, shlex.split(arguments.rsh)):
+                print(problem, file=sys.stderr)
     return store
+
+
+def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
+    """Starts an agent on each node of the address book where none runs; returns a line for each that did not start.
+
+    `rsh`: the words before a host and a command, as of ssh. The store must lie at the same path there.
+    """
+    command = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(store.root))}"
+
+    def start(address: AgentAddress) -> None:
+        try:
+            with AgentClient(address) as client:
+                client.call("GET", "/v1/status?brief=1")
+        except StoreUnavailable as exc:
+            # Only a refused connection shows that none runs there.
+            if runs_no_agent(exc):
+                _run_there(address, [*rsh, address.host, command])
+
+    outcome = FanOut.run(PeerBook(store.root_agent_directory()).read_all(), start)
+    return [str(error) for error in outcome.errors.values() if isinstance(error, AgentUnavailable)]
+
+
+def _run_there(address: AgentAddress, words: Sequence[str]) -> None:
+    """Raises AgentUnavailable: the command failed."""
+    # A host comes from another process, and would be an option of ssh.
+    if address.host.startswith("-") or not address.host:
+        raise AgentUnavailable(f"No agent was started for {address.label}: this is not a host.")
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RSH_S, check=False
+        )
+        why = f"it ended with {done.returncode}: {one_line(done.stderr.strip())}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        why = one_line(exc)
+    if why:
+        hint = "Run it by hand, and see what it needs. The other nodes were not affected."
+        raise AgentUnavailable(f"`{shlex.join(words)}` started no agent: {why}", hint)
 
 
 def start_agent(store: LocalStore) -> AgentAddress:

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import logging
+import re
 import ssl
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from replicated_ckpt.wording import one_line, plural
 log = logging.getLogger(__name__)
 
 _HOST_CHARS_MAX = 255
+_HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z.:%_-]*")
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ class NodesSeen:
         return f" (asked at {address.host}:{address.port})" if address is not None else ""
 
 
+NO_NODES = NodesSeen("", {}, {}, {}, {})
+"""For a command that looks into a bucket alone."""
+
+
 def _is_ip(host: str) -> bool:
     """Whether it is an IP address or empty, so it cannot serve as a label."""
     with contextlib.suppress(ValueError):
@@ -153,15 +159,18 @@ def _is_ip(host: str) -> bool:
     return host in ("", "localhost")
 
 
-def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
+def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own: bool = True) -> NodesSeen:
     """Asks every node of the address book, all at once. Nothing is started and nothing written.
+
+    `peers`: the book of this node, with the agents that the user has named.
 
     `asks_own`: ask this node's agent, too. If it has just been silent, that would cost another time-out.
 
     Raises:
         StoreError: the node's own store cannot be read.
     """
-    own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
+    own = store.read_node_id()
+    peers = PeerBook(store.root_agent_directory()) if peers is None else peers
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
 
     def look(node: str) -> NodeHoldings:
@@ -211,17 +220,29 @@ def _ask(address: AgentAddress) -> NodeHoldings:
         return parse_node_holdings(client.call("GET", "/v1/holdings"), address)
 
 
-def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
+def on_each_host(seen: NodesSeen, nodes: Iterable[str], command: str) -> str:
+    """A line for a shell that runs a command on the hosts of these nodes."""
+    named = {seen.hosts.get(node, "") for node in nodes}
+    # A peer may have written the name: one that begins with "-" would be an option of ssh.
+    hosts = sorted(host if _HOST.fullmatch(host) else "HOST" for host in named)
+    if len(hosts) == 1:
+        return f"`ssh {hosts[0]} {quote(command)}`"
+    return f"`for host in {' '.join(hosts)}; do ssh $host {quote(command)}; done`"
+
+
+def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> list[str]:
     """How to bring back these nodes, which did not answer."""
     silent = {node: seen.unreached[node] for node in nodes}
     down = {node for node, error in silent.items() if runs_no_agent(error)}
     others = {node: error for node, error in silent.items() if isinstance(error, StoreDenied | ConfigInvalid)}
     mixed = {node for node, error in silent.items() if isinstance(error.__cause__, ssl.SSLError)}
     hung = silent.keys() - down - others.keys() - mixed
+    wake = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(root))}"
     start = (
-        f"next step: on {seen.list_names(down)} run `replicated-ckpt agent --root ROOT`, or a command with "
-        "--start-agents, whose agent stays for a minute. A job starts them, too. If an agent runs there, this "
-        "node has an old address of it: the next save or load with ranks on both nodes updates it"
+        f"next step: on {seen.list_names(down)} start an agent for a minute, as by {on_each_host(seen, down, wake)}, and "
+        "repeat this command; `ls --start-agents --rsh ssh` does both. A job starts agents, too. If one runs there, this "
+        "node has an old address of it: `ls --nodes HOST:PORT` asks it, and the next save or load with ranks on both nodes "
+        "updates the address"
     )
     look = (
         f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "

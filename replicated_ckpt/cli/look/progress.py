@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.threads import start_thread
 from replicated_ckpt.wording import align, describe_bytes
@@ -48,29 +49,60 @@ def parse_seconds(text: str) -> float:
 _FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
 Look = Callable[[], Mapping[str, tuple[int, int]]]
-"""By node that is reading: the bytes that it has read, and their total."""
+"""By node that is at work: the bytes that it has done, and their total."""
 
 
-def read_all(store: LocalStore, checkpoint_id: str | None = None, *, shows_progress: bool = False) -> Audit:
+def read_all(
+    store: LocalStore, checkpoint_id: str | None = None, peers: PeerBook | None = None, *, shows_progress: bool = False
+) -> Audit:
     """Has every node that answers check every byte, of one checkpoint or of all. On a terminal the progress is shown.
 
     Raises:
         StoreError: the node's own store cannot be read.
     """
-    auditor = Auditor(store)
+    auditor = Auditor(store, peers=peers)
+    with show_progress("verify", "read", auditor.look_how_far, always=shows_progress):
+        return auditor.audit(checkpoint_id)
+
+
+@contextmanager
+def show_progress(verb: str, done: str, look: Look, *, always: bool = False) -> Iterator[None]:
+    """Shows how far the block is, on a terminal or `always`, by what a thread of its own finds with `look` each second.
+
+    `done`: the word behind the bytes, as "read".
+    """
     # A log would fill with lines of progress.
-    if not (shows_progress or sys.stderr.isatty()):
-        return auditor.audit(checkpoint_id)
-    with ReadingProgress(auditor.look_how_far):
-        return auditor.audit(checkpoint_id)
+    if not (always or sys.stderr.isatty()):
+        yield
+        return
+    with _Progress(verb, done, look):
+        yield
 
 
-class ReadingProgress:
+class ProgressLine:
+    """A line on standard error: on a terminal each one replaces the last, and the end removes it."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self.every_s = _EVERY_S if self._is_terminal else None
+        """Seconds between two lines on a terminal. None: it is not a terminal."""
+
+    def show(self, line: str) -> None:
+        shown = (f"{_CLEAR}{line}", "") if self._is_terminal else (line, "\n")
+        print(shown[0], end=shown[1], file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._is_terminal:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+
+class _Progress:
     """Prints the progress while the block runs. A thread of its own calls `look` once a second."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, verb: str, done: str, look: Look) -> None:
+        self._verb, self._done = verb, done
         self._look = look
-        self._is_terminal = sys.stderr.isatty()
+        self._line = ProgressLine()
         self._over = threading.Event()
         self._began_at = time.monotonic()
         self._seen: dict[str, tuple[int, int]] = {}
@@ -83,8 +115,7 @@ class ReadingProgress:
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
         self._thread.join()
-        if self._is_terminal:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+        self._line.clear()
 
     def _run(self) -> None:
         wait_s = _FIRST_S
@@ -92,30 +123,26 @@ class ReadingProgress:
             wait_s = _EVERY_S
             line = self._describe(self._look(), time.monotonic() - self._began_at)
             # The result may be printed by now: no line of progress may follow it.
-            if not line or self._over.is_set():
-                continue
-            if self._is_terminal:
-                print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            if line and not self._over.is_set():
+                self._line.show(f"{self._verb}: {line}")
 
     def _describe(self, now: Mapping[str, tuple[int, int]], seconds: float) -> str:
-        """Counts a node that has stopped reading as done."""
+        """Counts a node that has stopped working as done."""
         done = {node: (size, size) for node, (_, size) in self._seen.items()}
         self._seen = {**done, **{node: found for node, found in now.items() if found[1]}}
-        read, size = (sum(found[place] for found in self._seen.values()) for place in (0, 1))
-        return describe_reading(read, size, seconds)
+        did, size = (sum(found[place] for found in self._seen.values()) for place in (0, 1))
+        return describe_progress(did, size, seconds, self._done)
 
 
-def describe_reading(read_bytes: int, size_bytes: int, seconds: float) -> str:
-    """The bytes read, the rate, and the remaining time at that rate. Empty if nothing was read yet."""
-    if not read_bytes or not size_bytes or seconds <= 0:
+def describe_progress(done_bytes: int, size_bytes: int, seconds: float, done: str) -> str:
+    """The bytes done, the rate, and the remaining time at that rate. Empty if nothing was done yet."""
+    if not done_bytes or not size_bytes or seconds <= 0:
         return ""
-    rate = read_bytes / seconds
-    share = min(1.0, read_bytes / size_bytes)
-    left = format_duration(max(0, size_bytes - read_bytes) / rate)
-    amount = f"{describe_bytes(min(read_bytes, size_bytes))} of {describe_bytes(size_bytes)} ({share:.0%})"
-    return f"verify: {amount} read, {describe_bytes(rate)}/s, {left} left"
+    rate = done_bytes / seconds
+    share = min(1.0, done_bytes / size_bytes)
+    left = format_duration(max(0, size_bytes - done_bytes) / rate)
+    amount = f"{describe_bytes(min(done_bytes, size_bytes))} of {describe_bytes(size_bytes)} ({share:.0%})"
+    return f"{amount} {done}, {describe_bytes(rate)}/s, {left} left"
 
 
 SAID_AFTER_S = 3.0

@@ -10,10 +10,11 @@ from typing import Any
 from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import describe_newer
-from replicated_ckpt.cli.look.given_root import open_store, start_agent
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import find_removed, find_retired
@@ -34,9 +35,9 @@ ROUNDS_MAX = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store; this is the node to take down")
+    add_root_argument(parser, "this node's store; this is the node to take down")
     parser.add_argument("--dry-run", action="store_true", help="print what would be copied; change nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -161,7 +162,11 @@ class _Drained:
             there = f"too few copies on the {others} that answered" if other_count else "no copy elsewhere"
             lines.append(f"{label} must stay up: what is listed above has {there}")
             lines += [] if self._has_others else [_ALONE]
-            return [*lines, *self.seen.describe_unreached(), *advise_on_silence(self.seen, self.seen.unreached)]
+            return [
+                *lines,
+                *self.seen.describe_unreached(),
+                *advise_on_silence(self.seen, self.seen.unreached, store.root),
+            ]
         lines.append(f"{label} may be taken down: every checkpoint has its copies on the {others} that answered")
         wanted = max((manifest.copies for manifest in self.seen.manifests.values()), default=1)
         if other_count < wanted:

@@ -8,9 +8,10 @@ from shlex import quote
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
-from replicated_ckpt.cli.look.given_root import open_store, start_agent
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.peers.address_book import PeerBook
@@ -22,9 +23,9 @@ HELP = "Remove a node that never comes back from this node's address book, and p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="its id, or its host if only one node has that host")
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument("--force", action="store_true", help="also forget a node that may hold the last copy of a file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

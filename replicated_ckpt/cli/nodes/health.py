@@ -16,6 +16,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     find_needed,
     without_superseded,
 )
+from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
 from replicated_ckpt.cli.look.progress import format_duration
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave
@@ -60,7 +61,10 @@ class Health:
     def lines(self) -> list[str]:
         """A line for each finding, with its word, the worst first, or one line with the verdict. Then the notes."""
         return [
-            *([f"{_WORDS[code]}: {why}" for code, why in self.found] or [self.word]),
+            *(
+                [f"{_paint(code)}: {why}" for code, why in self.found]
+                or [self.word if self.is_idle else _paint(self.code)]
+            ),
             *(f"note: {note}" for note in self.notes),
         ]
 
@@ -71,6 +75,13 @@ _WORDS = {
     ExitCode.SHARD_LOST: "files are lost",
     ExitCode.UNREACHABLE: "down",
 }
+
+
+_COLOURS = {ExitCode.OK: Colour.GREEN, ExitCode.FAILED: Colour.YELLOW}
+
+
+def _paint(code: ExitCode) -> str:
+    return paint(_WORDS[code], _COLOURS.get(code, Colour.RED))
 
 
 def judge_health(

@@ -16,12 +16,20 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
-from replicated_ckpt.cli.look.given_root import add_start_argument, describe_memory_tier, open_store_of
+from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
+from replicated_ckpt.cli.look.given_root import (
+    add_root_argument,
+    add_start_argument,
+    describe_memory_tier,
+    open_store_of,
+)
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table, parse_seconds
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.watch import describe_silence
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -39,7 +47,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -48,19 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"repeat every {_WATCH_EVERY_S:.0f} s by default, and mark changes",
     )
+    add_nodes_argument(parser)
     add_start_argument(parser)
     parser.add_argument(
         "--own-agent", action="store_true", help="only check whether this node's agent answers: 0, else 5"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
+    add_output_argument(parser, "with --watch one line each time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK (good, idle), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (down)."""
     store = open_store_of(arguments)
+    peers = open_book(store, arguments.nodes)
     before: Sequence[str] | None = None
     while True:
-        state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store)
+        state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store, peers)
         if arguments.json:
             print(json.dumps(state.to_json(store), indent=None if arguments.watch else 2), flush=True)
         elif arguments.watch is None:
@@ -194,7 +204,7 @@ class _State:
         return self.seen.label(node), agent, str(len(held.holdings)), describe_room(held.room)
 
 
-def _look(store: LocalStore) -> _State:
+def _look(store: LocalStore, peers: PeerBook) -> _State:
     agent, why_down, is_silent = None, "", False
     try:
         agent = ask_own_status(store)
@@ -203,7 +213,7 @@ def _look(store: LocalStore) -> _State:
         why_down, is_silent = str(exc), True
     if agent is None and not is_silent:
         why_down = _describe_end(store)
-    seen = look_at_nodes(store, asks_own=not is_silent)
+    seen = look_at_nodes(store, peers, asks_own=not is_silent)
     rows = list_checkpoints(seen)
     in_doubt = list_waiting(store, None if agent is None else agent["in_doubt"])
     health = judge_health(seen, rows, agent, why_down, in_doubt, store.root)

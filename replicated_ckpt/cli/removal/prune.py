@@ -12,9 +12,9 @@ from replicated_ckpt.core.upkeep.retention import plan_prune
 from replicated_ckpt.wording import plural
 
 HELP = (
-    "Remove all but the newest checkpoints of each run from this node, and from the bucket once no other node has them. "
-    "Run it on each node. What the job's own keep_every and keep_best keep stays. A bucket with a policy of the job is "
-    "left to that policy, unless --object-store names it."
+    "Remove all but the newest checkpoints of each run from this node, from each node whose agent has the same key file, "
+    "and from the bucket once no node has them. Run it on each other node. What the job's own keep_every and keep_best "
+    "keep stays. A bucket with a policy of the job is left to that policy, unless --object-store names it."
 )
 
 
@@ -66,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
     elif not going:
         print("nothing to remove")
-    elif not arguments.dry_run:
+    elif arguments.dry_run:
+        for line in remover.describe_reach():
+            print(line)
+    else:
         print("\n".join(remover.describe(outcome)))
     return ExitCode.OK if arguments.dry_run else outcome.code

@@ -1,24 +1,29 @@
-"""What `rm` and `prune` have in common: saves go from this node, and with the last copy on a node from the bucket."""
+"""What `rm` and `prune` have in common: saves go from the nodes whose user asks, and with the last copy from the bucket."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from shlex import quote
 from typing import Any, Self
 
+from replicated_ckpt.agent.state.owner_key import read_owner_key
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
-from replicated_ckpt.cli.look.given_root import start_agent
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.given_nodes import as_owner
+from replicated_ckpt.cli.look.given_root import add_root_argument, repeat_command, start_agent
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
 from replicated_ckpt.cli.look.progress import say_if_slow
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import NODES, pending, scope_of
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate, Removable
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.environment import OWNER_KEY_ENV
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -26,12 +31,13 @@ from replicated_ckpt.stores.bucket.bucket_removal import remove_save
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some, one_line
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--object-store",
         metavar="URL",
@@ -43,14 +49,19 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="also remove the last good checkpoint of a run, or one that a load reads"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed; change nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 @dataclass
 class Removed:
-    """What became of each chosen save, by checkpoint id; and where it still is, by node. `not_here`: nothing was to go."""
+    """What became of each chosen save, by checkpoint id; and where it still is, by node. `not_here`: nothing was to go.
+
+    `removed`: from this node. `removed_on`: from other nodes, by the user's key. `refused`: why a node removed nothing.
+    """
 
     removed: list[str] = field(default_factory=list)
+    removed_on: dict[str, list[str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     not_here: list[str] = field(default_factory=list)
     removed_from: dict[str, list[str]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
@@ -68,8 +79,9 @@ class Removed:
 
 
 class Remover:
-    """Removes what its caller chooses of the saves that `look` has seen, by this node's agent. A dry run starts none.
+    """Removes what its caller chooses of the saves that `look` has seen, by the nodes' agents. A dry run starts none.
 
+    Another node's agent removes its part if it was started with this user's key.
     `leaves_to_policies`: nothing goes from a bucket that the job has a policy for, but from one that the user has named."""
 
     def __init__(
@@ -82,6 +94,8 @@ class Remover:
         rows: Sequence[CheckpointSeen],
     ) -> None:
         self._store, self._agent, self._target = store, agent, target
+        self._freed_by_node = Counter[str]()
+        self._key, self._again = read_owner_key(), repeat_command(arguments, store)
         self._force, self._keeps_bucket = arguments.force, arguments.keep_in_bucket
         self.leaves_to_policies = False
         self.seen = seen
@@ -176,12 +190,16 @@ class Remover:
 
     def _remove(self, row: CheckpointSeen, outcome: Removed) -> None:
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "force": self._force}
-        # Asked before the bucket changes: what a load reads must stay in both places.
-        why = self._ask_agent("/v1/remove", {**named, "is_asked": True})["why"]
+        others = [node for node in row.nodes if node in self.seen.holdings_by_node and node != self.seen.own_node]
+        # Asked before anything changes: what a load reads must stay everywhere.
+        asked = {**named, "is_asked": True}
+        why = self._ask_agent("/v1/remove", asked)["why"] or next(
+            filter(None, self._ask_others(others, asked, outcome)), ""
+        )
         if why:
             outcome.kept[row.checkpoint_id] = f"{why}; wait for it to end, or use --force"
             return
-        others = [node for node in row.nodes if node in self.seen.holdings_by_node and node != self.seen.own_node]
+        others = [node for node in others if not self._remove_on(node, row, named, outcome)]
         # A node that is down may have the last copy: the bucket keeps its own until that is known.
         silent = self._silent_holders(row)
         for book, nodes in ((outcome.still_on, others), (outcome.not_reached, silent)):
@@ -210,7 +228,51 @@ class Remover:
             outcome.not_here.append(row.checkpoint_id)
             return
         outcome.removed.append(row.checkpoint_id)
-        outcome.freed_bytes += sum(sum(holding.sizes.values()) for holding in held)
+        self._count_freed(row, self.seen.own_node, outcome)
+
+    def _ask_others(self, nodes: Sequence[str], document: Mapping[str, Any], outcome: Removed) -> Iterator[str]:
+        """Why one of these nodes keeps a save, or "", for each that heeds this user. The others are noted as refusing."""
+        for node in nodes:
+            if (answer := self._ask_other(node, document, outcome)) is not None and answer["why"]:
+                yield f"on {self.seen.label(node)}: {one_line(answer['why'])}"
+
+    def _ask_other(self, node: str, document: Mapping[str, Any], outcome: Removed) -> Mapping[str, Any] | None:
+        """The answer of another node's agent to `remove`; None: it does not heed this user, or did not answer."""
+        address = self.seen.addresses.get(node)
+        if not self._key or address is None or node in outcome.refused:
+            return None
+        try:
+            with AgentClient(as_owner(address, self._key)) as client:
+                answer = client.call("POST", "/v1/remove", document)
+            with parsing(f"{address.label} sent an invalid answer to remove"):
+                return {"why": str(answer["why"]), "is_removed": bool(answer["is_removed"])}
+        except StoreDenied:
+            outcome.refused[node] = f"its agent was not started with this {OWNER_KEY_ENV}"
+        except ReplicatedCkptError as exc:
+            outcome.refused[node] = one_line(exc.message)
+        return None
+
+    def _remove_on(self, node: str, row: CheckpointSeen, named: Mapping[str, Any], outcome: Removed) -> bool:
+        """Whether another node has nothing of the save any more."""
+        answer, there = self._ask_other(node, named, outcome), self.seen.holdings_by_node[node]
+        if answer is None:
+            return False
+        # Files without a manifest may be another save's: the agent removes none of them.
+        if any(one.checkpoint_id == row.checkpoint_id for one in there.unclaimed):
+            answer = {**answer, "why": "its manifest is damaged, so the files belong to an unknown save"}
+        if answer["why"]:
+            outcome.kept[row.checkpoint_id] = f"on {self.seen.label(node)}: {one_line(answer['why'])}"
+            return False
+        outcome.removed_on.setdefault(node, []).append(row.checkpoint_id)
+        self._count_freed(row, node, outcome)
+        return True
+
+    def _count_freed(self, row: CheckpointSeen, node: str, outcome: Removed) -> None:
+        version = (row.checkpoint_id, row.save_id)
+        held = [one for one in self.seen.holdings_by_node[node].holdings if (one.checkpoint_id, one.save_id) == version]
+        size_bytes = sum(sum(one.sizes.values()) for one in held)
+        outcome.freed_bytes += size_bytes
+        self._freed_by_node[node] += size_bytes
 
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
         """Nodes that did not answer, or were not asked as their address is not known, and were meant to hold some of it.
@@ -262,23 +324,43 @@ class Remover:
         with AgentClient(self._agent or start_agent(self._store)) as client:
             return client.call("POST", path, document)
 
+    def describe_plan(self, chosen: Sequence[CheckpointSeen]) -> list[str]:
+        """For a dry run: what would be removed where, and whether other nodes would remove their parts, too."""
+        on = {row: self.seen.list_names(row.nodes) for row in chosen}
+        plan = [f"would remove {row.checkpoint_id} (save {row.save_id}), on: {where}" for row, where in on.items()]
+        return [*plan, *self.describe_reach()]
+
+    def describe_reach(self) -> list[str]:
+        """For a dry run: whether other nodes would remove their parts, too."""
+        if len(self.seen.holdings_by_node) == 1:
+            return []
+        if self._key:
+            return ["each node whose agent was started with this key file removes its part"]
+        return [f"the command removes from this node alone, as {OWNER_KEY_ENV} is not set"]
+
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""
-        freed = describe_bytes(outcome.freed_bytes)
-        lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
+        by_node = {**({self.seen.own_node: outcome.removed} if outcome.removed else {}), **outcome.removed_on}
+        where = {node: self.seen.label(node) for node in by_node} | {self.seen.own_node: "this node"}
+        lines = [
+            f"removed on {where[node]}: {_shorten(ids)} ({describe_bytes(self._freed_by_node[node])} freed)"
+            for node, ids in by_node.items()
+        ]
         lines += [f"removed from {url}: {_shorten(ids)}" for url, ids in sorted(outcome.removed_from.items())]
         lines += [f"not on this node, and not copied here again: {_shorten(outcome.not_here)}"] * any(outcome.not_here)
         lines += [f"kept: {checkpoint_id}: {why}" for checkpoint_id, why in outcome.kept.items()]
         for node, ids in sorted(outcome.still_on.items()):
-            lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")
+            why = f": {outcome.refused[node]}" if node in outcome.refused else ""
+            lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}{why}")
         for node, ids in sorted(outcome.not_reached.items()):
             gone = f"was not reached (if it never comes back: `replicated-ckpt forget {node}` first)"
             why = gone if node in self.seen.unreached else "was not asked, as this node has no address of it"
             lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
         if outcome.still_on or outcome.not_reached:
+            run = on_each_host(self.seen, {**outcome.still_on, **outcome.not_reached}, self._again)
             lines.append(
-                "next step: run the same command on each of these nodes. Each node removes only its own copies; no node "
-                "copies a removed checkpoint again"
+                f"next step: run the same command on each of these nodes, as by {run}. Without a common key file "
+                f"({OWNER_KEY_ENV}) a node removes only its own copies. No node copies a removed checkpoint again"
             )
         for url in sorted(set(outcome.still_in_bucket.values())):
             ids = [checkpoint_id for checkpoint_id, there in outcome.still_in_bucket.items() if there == url]

@@ -14,7 +14,10 @@ from replicated_ckpt.core.upkeep.retention import find_last_good
 from replicated_ckpt.errors import ManifestInvalid
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal
 
-HELP = "Remove one checkpoint from this node, and from the bucket once no other node has it. Run it on each node."
+HELP = (
+    "Remove one checkpoint from this node, from each node whose agent has the same key file, and from the bucket once no "
+    "node has it. Run it on each other node."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"refused: {arguments.id} {why}; nothing was changed")
         print("next step: `ls` lists the other checkpoints; --force removes this one all the same")
     elif arguments.dry_run:
-        for row in chosen:
-            print(f"would remove {row.checkpoint_id} (save {row.save_id}), on: {remover.seen.list_names(row.nodes)}")
+        print("\n".join(remover.describe_plan(chosen)))
     else:
         print("\n".join(remover.describe(outcome)))
     return outcome.code

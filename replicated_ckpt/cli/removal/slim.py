@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
-from replicated_ckpt.cli.look.given_root import open_store
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.output import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -26,7 +27,7 @@ HELP = "Remove the optimizer of one checkpoint from this node; its model still l
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
-    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
+    add_root_argument(parser)
     parser.add_argument(
         "--object-store", metavar="URL", help="also in this bucket, with credentials from the environment"
     )
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="also of the last full checkpoint of a run, or before its upload has ended"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed; change nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_output_argument(parser)
 
 
 @dataclass

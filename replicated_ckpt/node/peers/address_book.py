@@ -47,9 +47,12 @@ class PeerBook:
 
     The file holds tokens, so only this user can read it. Safe to use concurrently. A damaged file counts as empty. If the
     system lacks descriptors or memory to read it, all methods but `count` raise StoreError.
+
+    `given`: addresses that the user of this process names. They are read like those of the file, and never stored.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, given: Sequence[AgentAddress] = ()) -> None:
+        self._given = {peer.node_id: peer for peer in given}
         self._path = directory / _PEERS_NAME
         self.duplicate_nodes = DuplicateNodes()
         self._lock = threading.Lock()
@@ -100,6 +103,8 @@ class PeerBook:
         Raises:
             ObjectMissing: it was never introduced here.
         """
+        if node_id in self._given:
+            return self._given[node_id]
         found = self._read().peers.get(node_id)
         if found is None:
             raise ObjectMissing(
@@ -113,7 +118,8 @@ class PeerBook:
         Raises:
             StoreDenied: another user of the host can have written it.
         """
-        return tuple(map(self._tell, self._read().peers.values()))
+        stored = (peer for peer in self._read().peers.values() if peer.node_id not in self._given)
+        return (*map(self._tell, stored), *self._given.values())
 
     def _tell(self, peer: AgentAddress) -> AgentAddress:
         """The address with its origin: an error about it names this book, and the source of the host in it."""

@@ -172,11 +172,11 @@ class UnmanagedAuditor:
     `node_ids`: after an audit, the nodes that answered.
     """
 
-    def __init__(self, store: LocalStore, not_asked: Collection[str] = ()) -> None:
-        """`not_asked`: nodes that are lost, or did not answer a moment ago."""
+    def __init__(self, store: LocalStore, not_asked: Collection[str] = (), peers: PeerBook | None = None) -> None:
+        """`not_asked`: nodes that are lost, or did not answer a moment ago. `peers`: the nodes; None: the address book."""
         self._store = store
         self._node_id = store.read_node_id()
-        known = PeerBook(store.root_agent_directory()).read_all()
+        known = (PeerBook(store.root_agent_directory()) if peers is None else peers).read_all()
         self._addresses = {peer.node_id: peer for peer in known if peer.node_id not in not_asked}
         self.node_ids: tuple[str, ...] = ()
 

@@ -426,12 +426,10 @@ class Uploader:
         try:
             with open_committed_save(store.root, manifest.checkpoint_id, save_id) as (directory, _):
                 fd = directory.open(name)
-            status, expected, sent_bytes = os.fstat(fd), Expected(entry.size_bytes, entry.crc32c), entry.size_bytes
+            status, expected = os.fstat(fd), Expected(entry.size_bytes, entry.crc32c)
             known = self._uploaded.find(upload.state.url, status)
             with UploadSource(fd, label, name, expected, self.book.begun(save_id, name)) as source:
-                if known is not None and bucket.copy_shard(manifest, name, known):
-                    sent_bytes = 0
-                else:
+                if known is None or not bucket.copy_shard(manifest, name, known):
                     bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
             self._uploaded.note(upload.state.url, status, name, key_of(manifest, name))
         except ObjectCorrupt as exc:
@@ -440,7 +438,6 @@ class Uploader:
                 self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
         with self._lock:
-            upload.state.bytes_sent += sent_bytes
             upload.intact.add(name)
             upload.state.shards_there += 1
 
@@ -452,3 +449,4 @@ class Uploader:
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes
+            upload.state.bytes_sent += size_bytes

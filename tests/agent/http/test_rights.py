@@ -90,8 +90,8 @@ def test_no_route_hands_on_to_one_that_is_not_listed() -> None:
 
 @pytest.mark.parametrize("query", ["", "?brief=1", "?brief=1&opening=1"])
 def test_only_the_owner_sees_the_whole_status(agent: RunningAgent, query: str) -> None:
-    """Others see which agent answers, and how far its check is: no paths, no open saves, no buckets."""
-    told = {"node_id", "incarnation", "start_id", "is_leaving", "tls_sha256", "verify"}
+    """Others see which agent answers, and how far its check and copies are: no paths, no open saves, no buckets."""
+    told = {"node_id", "incarnation", "start_id", "is_leaving", "tls_sha256", "verify", "bytes_fetched"}
     for token in (agent.endpoint.token, agent.endpoint.invitation()):
         with AgentClient(replace(agent.endpoint.address(), token=token)) as client:
             assert client.call("GET", f"/v1/status{query}").keys() == told

@@ -37,7 +37,7 @@ def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProces
 
 
 def as_json(verb: str, root: Path) -> tuple[int, dict[str, Any]]:
-    done = command(verb, root, "--json")
+    done = command(verb, root, "-o", "json")
     return done.returncode, json.loads(done.stdout)
 
 

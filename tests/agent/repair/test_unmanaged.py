@@ -69,7 +69,7 @@ def test_repair_leaves_a_stock_checkpoint_as_it_is(tmp_path: Path, tell: Tell) -
     with agents(nodes):
         assert "stock, unprotected" in tell("ls", nodes[2]).out
         before = [tree(store.root) for store in nodes]
-        code, out = tell("verify", nodes[1], "--json")
+        code, out = tell("verify", nodes[1], "-o", "json")
         (stock,) = json.loads(out)["unmanaged"]
         assert (code, stock["checkpoint_id"], stock["is_sound"], stock["items_without_crc32"]) == (0, ID, True, 0)
         assert stock["bytes_read"] > 4 * 8 * 40_000
@@ -93,7 +93,7 @@ def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell
     (nodes[0].root / "without-metadata" / ".metadata").unlink()
     with agents(nodes):
         before = [tree(store.root) for store in nodes]
-        code, out = tell("verify", nodes[0], "--json")
+        code, out = tell("verify", nodes[0], "-o", "json")
         problems = {stock["checkpoint_id"]: stock for stock in json.loads(out)["unmanaged"]}
         assert code == ExitCode.FAILED
         assert [finding["path"] for finding in problems[ID]["findings"]] == [str(damaged)]

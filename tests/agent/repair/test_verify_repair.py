@@ -28,7 +28,7 @@ def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProces
 
 
 def as_json(verb: str, root: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    done = command(verb, root, "--json", *options)
+    done = command(verb, root, "-o", "json", *options)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

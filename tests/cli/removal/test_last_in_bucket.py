@@ -45,6 +45,22 @@ def gone_from_bucket(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return gone
 
 
+def test_one_command_with_the_key_takes_it_from_all_nodes_and_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone_from_bucket: list[Any]
+) -> None:
+    """No copy is left on a node, so the bucket's goes, too. If a node refuses, the bucket keeps it."""
+    nodes, key = uploaded(tmp_path), tmp_path / "key"
+    key.write_text("k" * 64)
+    key.chmod(0o600)
+    monkeypatch.setenv("REPLICATED_CKPT_OWNER_KEY", str(key))
+    with agents(nodes):
+        key.write_text("x" * 64)  # the agents read theirs when they started
+        assert (remove(nodes[0]), gone_from_bucket) == (ExitCode.FAILED, [])
+        key.write_text("k" * 64)
+        assert (remove(nodes[0]), set(gone_from_bucket)) == (ExitCode.OK, {(URL, "step-1")})
+        assert not any((store.root / "step-1").exists() for store in nodes)
+
+
 def remove(store: LocalStore) -> int:
     return main(["rm", "step-1", "--root", str(store.root)])
 

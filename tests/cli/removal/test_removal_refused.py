@@ -75,9 +75,9 @@ def test_json_is_json_where_it_is_refused_or_only_tried(
     own = store.node_id()
     made = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     see(monkeypatch, NodesSeen(own, {own: NodeHoldings(store.catalog.holdings(own))}, {}, {}, {made.save_id: made}))
-    assert main(["rm", "step-1", "--root", str(store.root), "--json"]) == ExitCode.FAILED
+    assert main(["rm", "step-1", "--root", str(store.root), "-o", "json"]) == ExitCode.FAILED
     assert json.loads(capsys.readouterr().out)["kept"] == {"step-1": "is the last good checkpoint of its run"}
-    assert main(["rm", "step-1", "--root", str(store.root), "--json", "--force", "--dry-run"]) == ExitCode.OK
+    assert main(["rm", "step-1", "--root", str(store.root), "-o", "json", "--force", "--dry-run"]) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
     assert (found["dry_run"], found["removed"]) == (True, [])
     assert found["plan"] == [{"checkpoint_id": "step-1", "save_id": made.save_id, "on": [own]}]

@@ -35,7 +35,7 @@ def run(capsys: Capsys, *words: str | Path) -> tuple[int, str]:
 
 
 def contents(capsys: Capsys, store: LocalStore) -> dict[str, str]:
-    _, out = run(capsys, "ls", "--root", store.root, "--json")
+    _, out = run(capsys, "ls", "--root", store.root, "-o", "json")
     return {row["checkpoint_id"]: row["content"] for row in json.loads(out)["checkpoints"]}
 
 
@@ -63,7 +63,7 @@ def test_one_is_slimmed(stores: list[LocalStore], capsys: Capsys) -> None:
     assert "step-1 keeps its weights alone on this node: optim was removed (" in out
     assert contents(capsys, store) == {"step-1": "weights", "step-2": "full", "step-3": "full"}
     assert "weights, without optim" in run(capsys, "show", "step-1", "--root", store.root)[1]
-    code, out = run(capsys, *slim, "--json")
+    code, out = run(capsys, *slim, "-o", "json")
     assert (code, json.loads(out)["freed_bytes"], json.loads(out)["dropped"]) == (ExitCode.OK, 0, ["optim"])
     check_weights(store, [1])
 

@@ -1,0 +1,40 @@
+"""`replicated-ckpt completion SHELL`: the lines with which a shell completes verbs and options, by argcomplete."""
+
+import argparse
+import os
+from importlib.util import find_spec
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.errors import ConfigInvalid
+
+HELP = 'Print the lines with which a shell completes this command: eval "$(replicated-ckpt completion bash)".'
+_PROGRAM = "replicated-ckpt"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that reads them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK. Raises ConfigInvalid: the package argcomplete is missing."""
+    if find_spec("argcomplete") is None:
+        raise ConfigInvalid(
+            "Completion needs the package argcomplete, which is not installed.",
+            "Run `pip install 'replicated-ckpt[completion]'`, where each shell's `replicated-ckpt` runs.",
+        )
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode([_PROGRAM], shell=arguments.shell))
+    return ExitCode.OK
+
+
+def is_completing() -> bool:
+    """Whether a shell asks this process for completions."""
+    return "_ARGCOMPLETE" in os.environ and find_spec("argcomplete") is not None
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Writes the completions of the line that the shell has in the environment, and ends this process."""
+    import argcomplete
+
+    argcomplete.autocomplete(parser, always_complete_options="long")
