@@ -1,17 +1,19 @@
-"""The agent's Unix socket, through which the node's own ranks submit shards as descriptors of their memory."""
+"""The agent's Unix socket: the node's own ranks submit shards as descriptors of their memory, and report what they did."""
 
 import contextlib
 import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.http.request import INTERVAL_S, require_asker
 from replicated_ckpt.agent.http.server import describe_refusal, status_of
-from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.core.rank_report import RankReport
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import follow_stale_save
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
@@ -28,11 +30,11 @@ _PAUSE_S = 0.3  # out of descriptors accept() fails at once: the loop would take
 
 
 class UnixSocketServer:
-    """Takes shards from the ranks of this node. One thread for each connection."""
+    """Takes shards and reports from the ranks of this node. One thread for each connection."""
 
-    def __init__(self, directory: Path, service: NodeService) -> None:
-        """Raises OSError, for example if the directory's file system supports no sockets."""
-        self._service = service
+    def __init__(self, directory: Path, service: NodeService, on_report: Callable[[RankReport], object]) -> None:
+        """`on_report` is called in several threads. Raises OSError: the directory's file system supports no sockets."""
+        self._service, self._on_report = service, on_report
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._stopping = threading.Event()
         self._listener = listen(directory)
@@ -86,6 +88,9 @@ class UnixSocketServer:
         try:
             check_same_user(connection)
             fields, descriptors = receive_message(connection)
+            if "report" in fields:
+                self._take_report(fields["report"], descriptors)
+                return
             future = self._begin(connection, fields, descriptors)
         except ReplicatedCkptError as exc:
             send_message(connection, _refusal(exc))
@@ -97,6 +102,18 @@ class UnixSocketServer:
         wait([future])
         self._wait_for_leave(connection)
         follow_stale_save(self._service, str(fields["copies"]["save_id"]))
+
+    def _take_report(self, fields: Any, descriptors: list[int]) -> None:
+        """A rank has ended its save or load. It waits for no answer."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+        try:
+            with parsing("A rank sent no report of a save or load"):
+                report = RankReport.from_json(fields)
+        except PeerProtocolError as exc:
+            log.warning("%s", exc)  # the rank waits for no answer
+            return
+        self._on_report(report)
 
     def _wait_for_leave(self, connection: socket.socket) -> None:
         """Returns once the rank has closed its end, or has died."""
@@ -133,10 +150,12 @@ class UnixSocketServer:
         send_message(connection, _refusal(translate_any(error, "this node's agent", "write", "a shard")))
 
 
-def open_unix_socket(directory: Path, service: NodeService) -> UnixSocketServer | None:
+def open_unix_socket(
+    directory: Path, service: NodeService, on_report: Callable[[RankReport], object]
+) -> UnixSocketServer | None:
     """Opens the socket. None: the file system supports no sockets, and ranks write their shards themselves."""
     try:
-        unix_socket = UnixSocketServer(directory, service)
+        unix_socket = UnixSocketServer(directory, service, on_report)
     except OSError as exc:
         log.warning("ranks cannot submit their shards: %s", exc)
         return None

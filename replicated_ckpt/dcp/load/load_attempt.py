@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,13 +30,14 @@ from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.dropped_entries import refuse_dropped
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.item_reader import ItemReader
-from replicated_ckpt.dcp.load.load_report import LoadReport
+from replicated_ckpt.dcp.load.load_report import LoadReport, report_to_agent
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
+from replicated_ckpt.dcp.runtime.agent_report import report_failed, send_report
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -239,6 +240,16 @@ class LoadAttempt:
             self._let_go()
             # finalize: a load that ends by an exception may never call `let_go`, and the lock would outlive it.
             self._let_go = weakref.finalize(self, version.release)
+
+    @contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """If the block raises, this node's agent gets the class of the error."""
+        try:
+            yield
+        except BaseException as exc:
+            wanted = self.checkpoint_id or str(self._given_id or "")
+            report_failed(self._store, "load", wanted, self._world.rank, time.monotonic() - self._started_at, exc)
+            raise
 
     def let_go(self) -> None:
         """Releases the lock on this load's files here, and the cache of a rank that never came to reading."""
@@ -454,6 +465,7 @@ class LoadAttempt:
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
+        send_report(self._store, report_to_agent(report, time.time()))
         call_back(self._parts.on_load, report)
 
     def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:

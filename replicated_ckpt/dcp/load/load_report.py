@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.wording import align, describe_bytes, plural
 
 PHASES = ("plan", "read")
@@ -91,3 +92,20 @@ class LoadReport:
             "other ranks of its node": self.bytes_shared,
         }
         return max(sizes, key=sizes.__getitem__)
+
+
+def report_to_agent(report: LoadReport, ended_unix_s: float) -> RankReport:
+    """What this rank's agent gets of its own part in a load that has succeeded on all ranks."""
+    sizes = {name: getattr(report, f"bytes_{name}") for name in ("local", "peer", "object", "shared")}
+    return RankReport(
+        "load",
+        report.checkpoint_id,
+        report.save_id,
+        report.rank,
+        report.host,
+        ended_unix_s,
+        report.seconds,
+        report.phases,
+        sizes,
+        bad_copies=len(report.bad_copies),
+    )

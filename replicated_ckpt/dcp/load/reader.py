@@ -199,7 +199,8 @@ class ReplicatedReader(StorageReader):
     def _meet(self, *, in_step: bool = False) -> None:
         is_alone = True if find_call() is None else self._no_dist
         self._world = world_of_call(self._process_group, is_alone)
-        self._under_way.meet(self._world, in_step=in_step)
+        with self._under_way.reporting_failure():
+            self._under_way.meet(self._world, in_step=in_step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's `.metadata`, verified and safely read.
@@ -238,7 +239,8 @@ class ReplicatedReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepares to read, by the result of `read_metadata`. Raises the error that it kept."""
         del is_coordinator, args, kwargs
-        self._under_way.prepare(metadata)
+        with self._under_way.reporting_failure():
+            self._under_way.prepare(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
@@ -249,7 +251,8 @@ class ReplicatedReader(StorageReader):
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
         # A subclass may read the items in its own hooks: then they must travel with the plan.
-        return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
+        with self._under_way.reporting_failure():
+            return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Assigns to the ranks of each node the windows that several of them need from elsewhere: each is fetched once.
@@ -266,7 +269,8 @@ class ReplicatedReader(StorageReader):
             place in it, and its earlier values from there on.
         """
         try:
-            self._under_way.read_items(plan, planner)
+            with self._under_way.reporting_failure():
+                self._under_way.read_items(plan, planner)
         finally:
             self._parts.planning.end_pause()
             # Otherwise every thread that ever loaded would keep its attempt, and with it the metadata.

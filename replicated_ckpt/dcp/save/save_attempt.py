@@ -52,6 +52,7 @@ from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import find_whole
+from replicated_ckpt.dcp.runtime.agent_report import report_failed, send_report
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -63,7 +64,7 @@ from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_he
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences
 from replicated_ckpt.dcp.save.save_parts import Parts
 from replicated_ckpt.dcp.save.save_policy import Retaining
-from replicated_ckpt.dcp.save.save_report import SaveReport, add_phases, report_ranks, report_save
+from replicated_ckpt.dcp.save.save_report import SaveReport, add_phases, report_ranks, report_save, report_to_agent
 from replicated_ckpt.dcp.save.shard_writer import ShardUnderWay, ShardWriter, WrittenShard
 from replicated_ckpt.dcp.save.submission import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, ReplicasDiverged, SaveAborted
@@ -364,6 +365,9 @@ class SaveAttempt:
                 helpers_by_shard=self._counted.pending,
                 exclude=lambda differing: self._exclude(find_owners(differing)),
             )
+        except BaseException as exc:
+            self._report_failed(exc)
+            raise
         finally:
             # The lock must go even if publishing failed: agents complete a decided save only once its ranks have left.
             self.close()
@@ -406,6 +410,7 @@ class SaveAttempt:
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
+        send_report(self._store, report_to_agent(report, time.time()))
         call_back(self._parts.on_save, report)
 
     def break_off(self) -> None:
@@ -593,7 +598,12 @@ class SaveAttempt:
             # Also if the abort itself is interrupted: a lock that stays would look like a rank at work.
             finally:
                 self.close()
+                self._report_failed(exc)
             raise
+
+    def _report_failed(self, error: BaseException) -> None:
+        spent = time.monotonic() - self._started_at
+        report_failed(self._store, "save", self._decision.checkpoint_id, self._world.rank, spent, error)
 
     def _abort(self, why: str) -> None:
         self._cluster.abort(self._decision.save_id, why)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from replicated_ckpt.core.divergence import Divergence
+from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.save.own_copies import is_copied
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
@@ -140,6 +141,23 @@ def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_want
         node.host,
         sum(shard.size_bytes for shard in receipt.shards if shard.is_linked),
         receipt.phases,
+    )
+
+
+def report_to_agent(report: SaveReport, ended_unix_s: float) -> RankReport:
+    """What this rank's agent gets of its own part in a committed save."""
+    return RankReport(
+        "save",
+        report.checkpoint_id,
+        report.save_id,
+        report.rank,
+        report.host,
+        ended_unix_s,
+        report.seconds,
+        report.phases,
+        {"written": report.bytes_written, "replicated": report.bytes_replicated, "linked": report.bytes_linked},
+        copies=report.copies_made,
+        divergences=len(report.divergences),
     )
 
 

@@ -30,6 +30,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
+from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.dcp.save.submission import submit
 from replicated_ckpt.errors import AgentUnavailable, StoreUnavailable
 from replicated_ckpt.node.peers.address_book import PeerBook
@@ -94,7 +95,7 @@ def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
 def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeService, stopwatch: Stopwatch) -> None:
     """At once, so that it writes its shard itself; and the door takes the next one."""
     store = service.store
-    unix_socket = UnixSocketServer(store.agent_directory(), service)
+    unix_socket = UnixSocketServer(store.agent_directory(), service, list[RankReport]().append)
     unix_socket.start()
     shard, fd = shard_of(store)
     try:

@@ -1,0 +1,34 @@
+"""Sends a rank's report to its own node's agent, which has it for metrics: no other node gets a message for it."""
+
+import logging
+import socket
+import time
+
+from replicated_ckpt.core.rank_report import Kind, RankReport
+from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.local_messages import connect, send_message
+from replicated_ckpt.wording import one_line
+
+log = logging.getLogger(__name__)
+
+_WITHIN_S = 0.2
+"""A local socket takes the message at once. An agent that was stopped long ago must not hold up training."""
+
+
+def report_failed(store: LocalStore, kind: Kind, checkpoint_id: str, rank: int, seconds: float, error: object) -> None:
+    """Sends the class of the error with which this rank's save or load has failed."""
+    host, named = socket.gethostname(), type(error).__name__
+    send_report(
+        store, RankReport(kind, one_line(checkpoint_id, 500), "", rank, host, time.time(), seconds, error=named)
+    )
+
+
+def send_report(store: LocalStore, report: RankReport) -> None:
+    """Sends one report, and waits for no answer. The save or load has ended: a report that is lost is only logged."""
+    try:
+        with connect(store.root_agent_directory(), _WITHIN_S) as connection:
+            send_message(connection, {"report": report.to_json()})
+    # No agent runs, as after a save of one process alone; or it hangs, or is another user's.
+    except (OSError, StoreDenied) as exc:
+        log.debug("this node's agent did not get the report of a %s: %s", report.kind, exc)
