@@ -13,7 +13,7 @@ OWN_PHASES = {"save": ("prepare", "register", "serialise", "write", "fsync"), "l
 _COPY_PHASE = {"save": "send", "load": "read"}
 _ASKED = ("open", "publish")
 LATE = "plan"
-_RATIO, _SHARE, _LEAST_S = 1.5, 0.05, 0.01
+_RATIO, _SHARE, _LEAST_S = 1.5, 0.05, 0.05
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ def make_trace(operations: Iterable[Sequence[RankReport]], name_by_node: Mapping
         begin_s = (1 + _GAP) * max((event["ts"] + event["dur"] for event in events), default=0) / 1e6
         drawn = [one for one in reports if one.spans]
         longest_s = max((_plan_s(one) for one in drawn), default=0.0)
-        for one in drawn:
-            events += _draw(one, begin_s + longest_s - _plan_s(one), tracks)
+        slices = [each for one in drawn for each in _list_slices(one, begin_s + longest_s - _plan_s(one))]
+        # In the order of their begins: the node's agent works for several ranks at once.
+        events += [_draw(*each, tracks) for each in sorted(slices, key=lambda each: (each[2], -each[3]))]
     return {"displayTimeUnit": "ms", "traceEvents": [*tracks.describe(), *events]}
 
 
@@ -32,21 +33,24 @@ def _plan_s(one: RankReport) -> float:
     return one.phases.get("plan", 0.0)
 
 
-def _draw(one: RankReport, began_s: float, tracks: "_Tracks") -> Iterator[_Event]:
+def _list_slices(one: RankReport, began_s: float) -> Iterator[tuple[RankReport, Span | None, int, int]]:
+    """The whole operation of a rank, and each span of it, with begin and end in microseconds."""
+    for span, begin_s, end_s in ((None, 0.0, one.seconds), *((each, each.begin_s, each.end_s) for each in one.spans)):
+        yield one, span, round((began_s + begin_s) * 1e6), round((began_s + end_s) * 1e6)
+
+
+def _draw(one: RankReport, span: Span | None, begin_us: int, end_us: int, tracks: "_Tracks") -> _Event:
     rank = f"rank {one.rank}"
-    whole = Span(f"{one.kind} {one.checkpoint_id}", 0.0, one.seconds, one.seconds)
-    for span in sorted((whole, *one.spans), key=lambda each: (each.begin_s, -each.end_s)):
-        args: dict[str, Any] = {"busy_s": round(span.busy_s, 6)}
-        if span is whole:
-            args = {f"bytes {name}": size for name, size in one.sizes.items()}
-        if span.node:
-            args["node"] = tracks.name(span.node)
-        if span.by_agent:
-            args["for"] = rank
-        begin_us, end_us = (round((began_s + at) * 1e6) for at in (span.begin_s, span.end_s))
-        pid, tid = tracks.take(one.node_id, "agent" if span.by_agent else rank, begin_us, end_us)
-        where = {"pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us}
-        yield {"name": span.phase, "cat": one.kind, "ph": "X", **where, "args": args}
+    is_by_agent = span is not None and span.by_agent
+    pid, tid = tracks.take(one.node_id, "agent" if is_by_agent else rank, begin_us, end_us)
+    args: dict[str, Any] = {f"bytes {name}": size for name, size in one.sizes.items()}
+    if span is not None:
+        args = {"busy_s": round(span.busy_s, 6)}
+        args |= {"node": tracks.name(span.node)} if span.node else {}
+        args |= {"for": rank} if is_by_agent else {}
+    name = f"{one.kind} {one.checkpoint_id}" if span is None else span.phase
+    where = {"pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us}
+    return {"name": name, "cat": one.kind, "ph": "X", **where, "args": args}
 
 
 class _Tracks:

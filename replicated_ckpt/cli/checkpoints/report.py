@@ -24,6 +24,7 @@ HELP = "Show how long each rank and agent took to save and load one checkpoint, 
 _KINDS: tuple[Kind, ...] = ("save", "load")
 _PHASES = {"save": ("plan", "serialise", "write", "send", "fsync", "commit"), "load": ("plan", "read")}
 _SIZES = {"save": ("written", "linked"), "load": ("local", "peer", "object", "shared")}
+_LEAST_S = 0.0005
 _KEPT = (
     "Each node keeps the reports of its last 16 saves and 16 loads. If they are on another node, run the command there, or "
     "with that node's agent running."
@@ -119,7 +120,9 @@ def _make_table(reports: Sequence[RankReport], names: Mapping[str, str]) -> str:
         agents = _add_agent_spans([one])
         spent = {name: value - agents.get(name, 0.0) for name, value in one.phases.items()}
         counts = [describe_bytes(one.sizes.get(name, 0)) for name in sizes]
-        cells = [f"{max(0.0, spent[name]):.3f}" if name in spent else "-" for name in phases]
+        # What the agent has done stands in its row.
+        done = {name for name, value in spent.items() if name not in agents or value > _LEAST_S}
+        cells = [f"{spent[name]:.3f}" if name in done else "-" for name in phases]
         rows.append([f"rank {one.rank}", names[one.node_id], *counts, *cells, f"{one.seconds:.3f}"])
     for node in dict.fromkeys(one.node_id for one in reports):
         agents = _add_agent_spans([one for one in reports if one.node_id == node])
