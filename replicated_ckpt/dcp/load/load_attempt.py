@@ -192,6 +192,7 @@ class LoadAttempt:
         self._given_id = given_id
         self._keep_report = keep_report
         self._started_at = time.monotonic()
+        self._own_load_id = uuid.uuid4().hex  # of a process alone; a conversion reads many times, and is one load
         self._found: Survey | None = None
         self._failure: BaseException | None = None
         self._silent: set[str] = set()
@@ -440,7 +441,7 @@ class LoadAttempt:
             socket.gethostname(),
             {"plan": began - self._started_at, "read": now - began},
             self._own_node,
-            self._survey.load_id or uuid.uuid4().hex,
+            self._survey.load_id or self._own_load_id,
             traffic.seconds_by_node,
         )
         self._keep_report(report)
