@@ -40,7 +40,6 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
-from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.node.peers.watch import SilenceTimeouts
@@ -134,7 +133,7 @@ class Agent:
         self._greeter = Greeter(self._service.peers, self._endpoint)
         hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
         thread = start_worker(server.serve_forever, 0.2, name="rckpt-accept")
-        unix_socket = open_unix_socket(directory, self._service, self._take_report)
+        unix_socket = open_unix_socket(directory, self._service, self._service.figures.add_report)
         try:
             with translate_errors(str(store.root), "start", "agent"):
                 # Durable before a peer hears it: an agent that starts after a crash must count one start more.
@@ -371,10 +370,6 @@ class Agent:
     def _on_seen(self, nodes: Collection[str]) -> None:
         self._greeter.greet(nodes)
         self._service.peers.duplicate_nodes.look_again()
-
-    def _take_report(self, report: RankReport) -> None:
-        """A rank of this node has ended its part in a save or load. Called in several threads."""
-        log.debug("rank %d ended its %s of %s", report.rank, report.kind, report.checkpoint_id)
 
     def _make_node_report(self) -> NodeReport:
         return self._uploader.node_report()

@@ -4,10 +4,12 @@ import json
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from replicated_ckpt.agent.http.exposition import CONTENT_TYPE
+from replicated_ckpt.agent.http.metrics import expose
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
@@ -26,7 +28,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.core.reading.unmanaged_files import ranges_from_json
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.node.saves.finish import Outline
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import settle
@@ -123,34 +125,6 @@ def _outline_in(raw: bytes, save_id: str) -> Outline:
     return outline
 
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Prometheus 3 refuses an answer without this type."""
-
-
-def format_metrics(status: Mapping[str, Any]) -> bytes:
-    """The agent's status as metrics: every number and truth value in it, named by its place."""
-    lines = []
-    for name, value in sorted(_numbers("replicated_ckpt", status)):
-        lines += [f"# TYPE {name} gauge", f"{name} {value}"]
-    pending = status["object_store"]["pending"].values()
-    lines += ["# TYPE replicated_ckpt_uploads_pending gauge", f"replicated_ckpt_uploads_pending {len(pending)}"]
-    failing = sum(1 for upload in pending if upload["error"])
-    lines += ["# TYPE replicated_ckpt_uploads_failing gauge", f"replicated_ckpt_uploads_failing {failing}"]
-    return ("\n".join(lines) + "\n").encode()
-
-
-def _numbers(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in fields.items():
-        if key == "pending":
-            continue
-        if isinstance(value, Mapping):
-            yield from _numbers(f"{prefix}_{key}", value)
-        elif isinstance(value, bool | int | float):
-            yield f"{prefix}_{key}", float(value)
-        elif isinstance(value, list):
-            yield f"{prefix}_{key}", float(len(value))
-
-
 _QUERY_FIELDS_MAX = 8  # no verb has more; a hostile query costs no more than these
 _WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256", "start_id")
 
@@ -198,7 +172,7 @@ class Routes:
             case ("GET", "v1", "status"):
                 return json_answer(**self._tell(query, is_owner=request.right >= Right.OWNER))
             case ("GET", "metrics"):
-                return Answer(format_metrics(self._tell({}, is_owner=True)), METRICS_TYPE)
+                return self._expose(is_cluster="cluster" in query)
             case (_, "v1", "object", *rest):
                 return self._objects.answer(request, rest, query)
             case ("GET", "v1", "unmanaged"):
@@ -227,6 +201,10 @@ class Routes:
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
         return {**told, "verify": self._repair.how_far()}
+
+    def _expose(self, *, is_cluster: bool) -> Answer:
+        status = self._tell({}, is_owner=True)
+        return Answer(expose(self._service, self._reprotector.seen, status, is_cluster=is_cluster), CONTENT_TYPE)
 
     def _save(  # noqa: PLR0911, C901 - one return a verb
         self, request: Request, save_id: str, rest: list[str], settles: str, ticket: str
@@ -445,10 +423,17 @@ class WatchedRoutes(Routes):
     def answer(self, request: Request) -> Answer:
         parts, query = split_target(request.target)
         if parts in _WATCHING or (parts == _HOLDINGS and "upkeep" in query):  # no reason to stay for it
-            return super().answer(request)
+            return self._answer_counted(request)
         with self._activity:
             try:
-                return super().answer(request)
+                return self._answer_counted(request)
             finally:
                 if request.method == "POST" and parts[:2] == _SAVES and len(parts) == 3:  # opens one, also if refused
                     self._activity.note_opened()
+
+    def _answer_counted(self, request: Request) -> Answer:
+        try:
+            return super().answer(request)
+        except ReplicatedCkptError as exc:
+            self._service.figures.count_error("request", exc)
+            raise

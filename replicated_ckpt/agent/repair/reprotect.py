@@ -13,6 +13,7 @@ from replicated_ckpt.agent.repair.mender import Mender, find_damaged, restore_re
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.overview import Look
 from replicated_ckpt.core.upkeep.policy import NOTHING_REPORTED, NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import (
@@ -198,6 +199,8 @@ class Reprotector:
         self._look_again_at = clock()
         self._rounds = 0
         self.last = Protection(is_complete=False)
+        self.seen: Look | None = None
+        """The last look at all nodes; None before the first one."""
         self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
 
     def start(self) -> None:
@@ -285,9 +288,11 @@ class Reprotector:
             except Stopped:
                 return
             except (ReplicatedCkptError, OSError) as exc:
+                self._service.figures.count_error("repair", exc)
                 log.error("re-protection continues soon: %s", exc)  # noqa: TRY400 - it explains itself
                 self.last = Protection(is_complete=False, failed=(str(exc),))
             except Exception as exc:
+                self._service.figures.count_error("repair", exc)
                 log.exception("a defect in replicated_ckpt: re-protection continues soon")
                 self.last = Protection(is_complete=False, failed=(repr(exc),))
             is_active = self._is_active(self.last)
@@ -334,6 +339,7 @@ class Reprotector:
         if is_restored or is_removed:  # a name may be free now for another run's checkpoint
             own = replace(own, holdings=self._service.holdings(), unclaimed=self._service.unclaimed.find_files())
         views = (own, *others)
+        self.seen = Look(manifests, views, going)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         is_complete = plan.is_complete and not in_doubt
@@ -437,6 +443,7 @@ class Reprotector:
         try:
             self._mender.carry_out(action)
         except ReplicatedCkptError as exc:
+            self._service.figures.count_error("repair", exc)
             log.warning("not done: %s: %s", one_line(action), one_line(exc))
             # No node has intact bytes: each try reads whole shards on several nodes, so it waits.
             if isinstance(exc, ObjectCorrupt):

@@ -5,6 +5,8 @@ import socket
 import time
 
 from replicated_ckpt.core.rank_report import Kind, RankReport
+from replicated_ckpt.dcp.runtime.failures import call_back
+from replicated_ckpt.dcp.runtime.tracing import record_spans
 from replicated_ckpt.errors import StoreDenied, StoreError
 from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.local.store import LocalStore
@@ -26,7 +28,11 @@ def report_failed(store: LocalStore, kind: Kind, checkpoint_id: str, rank: int, 
 
 
 def send_report(store: LocalStore, report: RankReport) -> None:
-    """Sends one report, and waits for no answer. The save or load has ended: a report that is lost is only logged."""
+    """Sends one report, and waits for no answer. The save or load has ended: a report that is lost is only logged.
+
+    It also becomes spans, where this process has a tracer.
+    """
+    call_back(record_spans, report)  # a user's exporter may raise
     try:
         with connect(store.root_agent_directory(), _WITHIN_S) as connection:
             send_message(connection, {"report": report.without_picture.to_json()})

@@ -25,6 +25,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.saves.figures import Figures
 from replicated_ckpt.node.saves.finish import Finisher, Outline
 from replicated_ckpt.node.saves.in_doubt import InDoubtSaves, StaleSave
 from replicated_ckpt.node.saves.pins import Pins
@@ -65,6 +66,7 @@ class NodeService:
         self.policies = PolicyBook(store.agent_directory())
         self.in_doubt = InDoubtSaves()
         self.pins = Pins()
+        self.figures = Figures()
         self.completing = threading.Lock()
         """Taken by a thread that completes a save from other nodes' answers: two at once would undo each other's work."""
         self._lock = threading.Lock()

@@ -303,6 +303,7 @@ class Uploader:
             log.log(level, "%s is no longer uploaded: %s", manifest.checkpoint_id, exc.message)
         except ReplicatedCkptError as exc:
             upload.fail(exc, self._clock())
+            self._service.figures.count_error("upload", exc)
             log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
             return exc
         if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile

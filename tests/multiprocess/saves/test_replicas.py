@@ -130,7 +130,7 @@ def test_a_finding_is_kept_with_the_checkpoint(cluster_of: ClusterOf) -> None:
     (kept,) = document["saves"][0]["divergences"]
     assert kept["fqn"] == "weight"
     metrics = metrics_of(cluster.nodes[0].disk)
-    assert "replicated_ckpt_diverged 1.0" in metrics.splitlines()
+    assert "replicated_ckpt_diverged_checkpoints 1" in metrics.splitlines()
     status = command("status", "--root", root, "--start-agents")
     assert status.returncode == ExitCode.OK
     assert "note: run/step-1: the save found replicas that differ: weight" in status.stdout
