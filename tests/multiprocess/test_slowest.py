@@ -1,7 +1,6 @@
 """A rank or a node that is slowed is named by `replicated-ckpt report`, from what ranks keep of real saves and loads."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,8 @@ def test_a_slowed_rank_or_agent_is_named_and_drawn(cluster_of: ClusterOf, tmp_pa
     assert line.startswith("slowest: rank 1 on ")
     assert f"{node}, fsync, 1.5" in line
     assert threads_in(trace) == {(f"rank {rank}", name) for rank in range(3) for name in ("save", "load")}
-    shutil.rmtree(cluster.nodes[1].root)
-    shutil.rmtree(cluster.nodes[2].root)
+    for lost in cluster.nodes[1:]:
+        lost.lose()
     code, told = as_json("report", "step-1", "--root", stores[0].root)
     assert code == ExitCode.OK
     assert (told["save"]["slowest"]["rank"], told["save"]["slowest"]["phase"]) == (1, "fsync")

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
     checkpoint_id = find_id(store, arguments.id, seen)
-    found = look_at_reports(store, seen, checkpoint_id)
+    found, seen = look_at_reports(store, seen, checkpoint_id)
     newest = {kind: choose_newest(found, kind) for kind in _KINDS}
     if not any(newest.values()):
         unreached = seen.describe_unreached()

@@ -2,32 +2,36 @@
 
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.rank_report import Kind, RankReport
 from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 
-def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> Sequence[RankReport]:
-    """What this node keeps, and what the other nodes return that answered before.
+def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> tuple[Sequence[RankReport], NodesSeen]:
+    """What this node keeps, and what the other nodes return that answered before; also the nodes that do so still.
 
     Raises:
-        StoreError: this node's reports cannot be read. ReplicatedCkptError: another node stopped answering.
+        StoreError: this node's reports cannot be read.
     """
 
-    def ask(address: AgentAddress) -> Sequence[RankReport]:
+    def ask(node: str) -> Sequence[RankReport]:
+        address = seen.addresses[node]
         with AgentClient(address) as client:
             answer = client.call("GET", f"/v1/reports?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}")
         with parsing(f"{address.label} sent an invalid report of a rank"):
             return [RankReport.from_json(each) for each in answer["reports"]]
 
-    others = FanOut.run(seen.reached, ask).raise_first()
-    found = [*RankReports(store).read(checkpoint_id), *(report for told in others.values() for report in told)]
-    return [report for report in found if report.checkpoint_id == checkpoint_id]
+    others = FanOut.run([address.node_id for address in seen.reached], ask)
+    found = [*RankReports(store).read(checkpoint_id), *(report for told in others.results.values() for report in told)]
+    # A node that has stopped answering, or an agent of a release without reports, costs only its own.
+    still = replace(seen, unreached={**seen.unreached, **others.errors})
+    return [report for report in found if report.checkpoint_id == checkpoint_id], still
 
 
 def choose_newest(reports: Iterable[RankReport], kind: Kind) -> Sequence[RankReport]:
