@@ -123,6 +123,9 @@ class Retention:
     too; with `best_is="max"` that with its largest. If several have the best value, the newest of them is kept. A
     checkpoint without the metric, or with an infinite or NaN value, is never the best.
 
+    With `keep_period=1000`, a checkpoint is kept if its step is a multiple of 1000. The step is the number at the end
+    of the id: 2000 of `step-2000`. Of several versions of one id, the newest complete one is kept.
+
     With `full_last`, only the newest `full_last` complete checkpoints keep their optimizer. Of each older one that is kept,
     for whatever rule, the optimizer's files are removed: a load of the model alone still works, also with stock torch. A
     load that asks for the optimizer raises OptimizerDropped. With `full_last=None` every kept checkpoint stays as it is.
@@ -137,6 +140,7 @@ class Retention:
     keep_best: str | None = None
     best_is: BestIs = "min"
     full_last: int | None = None
+    keep_period: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep_best is not None and (not isinstance(self.keep_best, str) or not self.keep_best):
@@ -144,8 +148,10 @@ class Retention:
         if self.best_is not in get_args(BestIs):
             raise ConfigInvalid(f"Retention(best_is=...) must be one of {get_args(BestIs)}, not {self.best_is!r}.")
         object.__setattr__(self, "keep_last", check_number("Retention(keep_last=...)", self.keep_last))
-        if self.keep_every is not None:
-            object.__setattr__(self, "keep_every", check_number("Retention(keep_every=...)", self.keep_every))
+        for name in ("keep_every", "keep_period"):
+            number = getattr(self, name)
+            if number is not None:
+                object.__setattr__(self, name, check_number(f"Retention({name}=...)", number))
         if self.full_last is not None:
             name = "Retention(full_last=...)"
             object.__setattr__(self, "full_last", check_number(name, self.full_last, most=self.keep_last))

@@ -17,6 +17,7 @@ from replicated_ckpt.version import __version__
 VERBS = {
     "ls": "checkpoints.ls",
     "show": "checkpoints.show",
+    "report": "checkpoints.report",
     "status": "nodes.status",
     "verify": "checkpoints.verify",
     "repair": "checkpoints.repair",

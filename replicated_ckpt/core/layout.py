@@ -35,6 +35,7 @@ _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _MARKED = re.compile(r"\.(replaced|gone)\.([0-9a-f]{32})\.json")
 _UNFINISHED = re.compile(r"(.+?)(\.[0-9a-f]{32})?((\.part)+(\.[0-9]+\.tmp)?|\.[0-9]+\.tmp)")
+_STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
 _LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
@@ -104,6 +105,12 @@ def is_ours(name: str) -> bool:
     """Whether a file of this name in a checkpoint's directory belongs to a version, complete or half-written."""
     is_marked = parse_marked(name) is not None or bool(parse_version_metadata(name))
     return is_checkpoint_file(name) or is_unfinished(name) or is_marked
+
+
+def find_step(checkpoint_id: str) -> int | None:
+    """The number at the end of an id, such as 100 of `step-100`; None: it ends with none."""
+    found = _STEP.search(checkpoint_id)
+    return int(found[1]) if found else None
 
 
 def is_save_id(text: str) -> bool:

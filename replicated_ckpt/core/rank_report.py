@@ -1,10 +1,12 @@
-"""One rank's part in a save or load, as the rank reports it to its own node's agent after the end."""
+"""One rank's part in a save or load, as the rank reports it after the end: to its node's agent, and in a file there."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal, Self
+
+from replicated_ckpt.core.layout import is_save_id
 
 Kind = Literal["save", "load"]
 _TEXT_CHARS_MAX = 1024
@@ -12,6 +14,43 @@ _NAME = re.compile(r"[a-z][a-z_]{0,31}")
 _CLASS = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _ENTRIES_MAX = 16
 _COUNT_MAX = (1 << 63) - 1
+_NODES_MAX = 1 << 14
+_SPANS_MAX = 1 << 16
+_RANKS_MAX = 1 << 20
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase, as a rule of one shard. `begin_s` and `end_s` count from the begin of the rank's save or load.
+
+    `busy_s`: the time between them that was spent on the phase. `node`: the node that a copy was sent to, or that was
+    asked. `by_agent`: the node's agent did it, and not the rank.
+    """
+
+    phase: str
+    begin_s: float
+    end_s: float
+    busy_s: float
+    node: str = ""
+    by_agent: bool = False
+
+    def since(self, began_s: float, longest_s: float, *, by_agent: bool) -> "Span":
+        """The span after the begin of a save, if this one has times of this host's monotonic clock."""
+        # An agent in a container with another clock must not draw outside of the save.
+        begin_s, end_s = (min(max(0.0, at - began_s), longest_s) for at in (self.begin_s, self.end_s))
+        return replace(self, begin_s=begin_s, end_s=end_s, by_agent=by_agent)
+
+    def to_json(self) -> list[Any]:
+        return list(astuple(self))
+
+    @classmethod
+    def from_json(cls, fields: Any) -> "Span":
+        """Raises TypeError, ValueError: the fields are no span."""
+        phase, begin_s, end_s, busy_s, node, by_agent = fields
+        if not isinstance(phase, str) or not _NAME.fullmatch(phase):
+            raise ValueError(f"no phase: {str(phase)[:80]!r}")
+        times = (_check_seconds(begin_s), _check_seconds(end_s), _check_seconds(busy_s))
+        return cls(phase, *times, _check_text(node), bool(by_agent))
 
 
 @dataclass(frozen=True)
@@ -21,6 +60,9 @@ class RankReport:
     `ended_unix_s` is this rank's wall clock at the end, `seconds` the time since its begin. `phases` are seconds by phase,
     which overlap. `sizes` are bytes: of a save `written`, `replicated` and `linked`; of a load `local`, `peer`, `object`
     and `shared`. `divergences`: the values that a save has found to differ, at rank 0. `bad_copies`: those that a load met.
+
+    The rest is only in the rank's file. `operation`: the save's id, or an id that all ranks of a load share.
+    `seconds_by_node`: spent on sending to each node, or on reading from it. `ranks`: at rank 0, the reports of all ranks.
     """
 
     kind: Kind
@@ -36,9 +78,20 @@ class RankReport:
     divergences: int = 0
     bad_copies: int = 0
     error: str = ""
+    node_id: str = ""
+    operation: str = ""
+    seconds_by_node: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    ranks: tuple["RankReport", ...] = ()
+
+    @property
+    def without_picture(self) -> "RankReport":
+        """The report as an agent needs it for metrics."""
+        return replace(self, operation="", seconds_by_node={}, spans=(), ranks=())
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        spans, ranks = [span.to_json() for span in self.spans], [each.to_json() for each in self.ranks]
+        return {**asdict(replace(self, spans=(), ranks=())), "spans": spans, "ranks": ranks}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
@@ -67,7 +120,31 @@ class RankReport:
             _check_count(fields.get("divergences", 0)),
             _check_count(fields.get("bad_copies", 0)),
             error,
+            _check_text(fields.get("node_id", "")),
+            _check_operation(fields.get("operation", "")),
+            {
+                _check_text(node): _check_seconds(value)
+                for node, value in _check_length(fields.get("seconds_by_node", {}), dict, _NODES_MAX).items()
+            },
+            tuple(map(Span.from_json, _check_length(fields.get("spans", []), list, _SPANS_MAX))),
+            tuple(
+                cls.from_json({**each, "ranks": []})
+                for each in _check_length(fields.get("ranks", []), list, _RANKS_MAX)
+            ),
         )
+
+
+def _check_operation(value: Any) -> str:
+    # It names a directory.
+    if not isinstance(value, str) or (value and not is_save_id(value)):
+        raise ValueError(f"no id of a save or load: {str(value)[:80]!r}")
+    return value
+
+
+def _check_length(values: Any, kind: type[dict[Any, Any]] | type[list[Any]], most: int) -> Any:
+    if not isinstance(values, kind) or len(values) > most:
+        raise ValueError(f"no {kind.__name__} of at most {most}: {str(values)[:80]!r}")
+    return values
 
 
 def _check_text(value: Any) -> str:

@@ -1,5 +1,6 @@
 """One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class AnySource:
         self._too_slow: set[str] = set()
         self._good_reads: Counter[str] = Counter()
         self._bytes_by_node: Counter[str] = Counter()
+        self._seconds_by_node: dict[str, float] = {}
         self.last_node = ""
 
     def read(self, offset: int, length: int, memory: memoryview | None = None) -> memoryview | None:
@@ -66,7 +68,7 @@ class AnySource:
         buffer that the next read of this shard may reuse. `memory` never keeps unverified bytes: they become zeros.
         """
         for source in self._in_order():
-            shard, found = self._opened.get(source.node_id), None
+            shard, found, began = self._opened.get(source.node_id), None, time.monotonic()
             try:
                 shard = shard or self._add(source, source.shard_for(source.expected).open())
                 found = shard.read(offset, length, memory)
@@ -77,6 +79,8 @@ class AnySource:
                 if found is None and memory is not None:
                     memory[:] = bytes(len(memory))  # it may hold what was not verified
                 self._count(source, shard)
+                spent = time.monotonic() - began
+                self._seconds_by_node[source.node_id] = self._seconds_by_node.get(source.node_id, 0.0) + spent
             self.last_node = source.node_id
             self._good_reads[source.node_id] += 1
             return found if memory is None else _lay_into(memory, found)
@@ -168,6 +172,11 @@ class AnySource:
         """Bytes read by node since the last call, including bad ones and the unused rest of blocks."""
         counted, self._bytes_by_node = self._bytes_by_node, Counter()
         return counted
+
+    def take_seconds(self) -> Mapping[str, float]:
+        """Seconds of reading by node since the last call, with the wait for a node that did not answer."""
+        spent, self._seconds_by_node = self._seconds_by_node, {}
+        return spent
 
     def any_opened(self) -> VerifiedShard | None:
         """A source that could be opened, its block checksums compared with the manifest; None if there is none."""

@@ -70,6 +70,7 @@ class _SinkThread(threading.Thread):
         self.pieces: queue.SimpleQueue[_Piece | BlockTable | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.write_s = self.finish_s = 0.0
+        self.began_s = self.written_s = self.ended_s = 0.0
         self._tee = tee
 
     def run(self) -> None:
@@ -78,12 +79,15 @@ class _SinkThread(threading.Thread):
             if not isinstance(piece, _Piece):
                 # A table or None ends the queue, also after an error: `join` waits for this thread.
                 break
+            self.began_s = self.began_s or time.monotonic()
             if self.error is None:
                 self.write_s += self._guard(partial(self.sink.write, *piece.views))
+                self.written_s = time.monotonic()
             # Also after an error: a buffer that is not released would block the writer for ever.
             self._tee.release(piece)
         if self.error is None and piece is not None:
             self.finish_s = self._guard(partial(self.sink.finish, piece))
+        self.ended_s = time.monotonic()
         # `finish` itself may have failed: its half-made copy goes, too.
         if self.error is not None or piece is None:
             self.sink.discard()
@@ -91,21 +95,28 @@ class _SinkThread(threading.Thread):
 
     def _guard(self, action: Callable[[], object]) -> float:
         """Seconds that the action took."""
-        began = time.perf_counter()
+        began = time.monotonic()
         try:
             action()
         except BaseException as exc:  # noqa: BLE001 - top of a thread; `Tee` hands it to the owner of the sink
             self.error = exc
-        return time.perf_counter() - began
+        return time.monotonic() - began
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one sink. `error` is None if the sink finished. `write_s` and `finish_s` are seconds in these calls."""
+    """The result of one sink. `error` is None if the sink finished. `write_s` and `finish_s` are seconds in these calls.
+
+    `began_s`, `written_s` and `ended_s`: the first write, the end of the last one, and the end of all, by the monotonic
+    clock.
+    """
 
     error: BaseException | None
     write_s: float = 0.0
     finish_s: float = 0.0
+    began_s: float = 0.0
+    written_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class Tee:
@@ -267,4 +278,7 @@ class Tee:
         """Waits for every sink, and returns the outcome of each."""
         for thread in self._threads:
             thread.join()
-        return tuple(Outcome(thread.error, thread.write_s, thread.finish_s) for thread in self._threads)
+        return tuple(
+            Outcome(one.error, one.write_s, one.finish_s, one.began_s, one.written_s, one.ended_s)
+            for one in self._threads
+        )

@@ -1,16 +1,25 @@
 """Steps: what the user's own functions, and the log, are told of saves and loads."""
 
 import logging
+import os
+import signal
+import threading
+import time
 from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from replicated_ckpt import LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport
+from replicated_ckpt import LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport, failpoints
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import Ack
+from replicated_ckpt.core.slowest import LATE
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.steps.context import Context
 
 ELEMENTS = 1 << 18
@@ -87,3 +96,51 @@ def save_and_load_telling(context: Context, checkpoint_id: str) -> dict[str, Any
     same = torch.equal(other[f"rank {1 - context.rank}"], torch.full((ELEMENTS,), 1 - context.rank))
     found = {"saved": saved, "loaded": loaded, "lines": handler.lines, "is_refused": is_refused, "same": same}
     return {**found, "failures": failures}
+
+
+SLOWED_S = 1.5
+"""More than a busy machine delays a rank by, and less than the 5 s after which an agent counts as silent."""
+
+
+class SlowPlanner(dcp.DefaultLoadPlanner):
+    """Takes a while for the first tensor that it reads."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        time.sleep(SLOWED_S)
+        tensor: torch.Tensor = super().resolve_tensor(read_item)
+        return tensor
+
+
+def save_and_load_slowed(context: Context, slow: int, hows: list[str]) -> None:
+    """A save and a load for each of `hows`, which says in what the rank `slow`, or its agent, is slowed."""
+    writer, reader = ReplicatedWriter(context.root), ReplicatedReader(context.root)
+    for number, how in enumerate(hows):
+        name = f"step-{number}"
+        state = {f"rank {context.rank}": torch.full((ELEMENTS,), number + context.rank)}
+        with ExitStack() as stack:
+            if context.rank == slow:
+                _slow_down(how, context, stack)
+            dcp.save(state, checkpoint_id=name, storage_writer=writer)
+        planner = SlowPlanner() if (context.rank, how) == (slow, "read") else None
+        dcp.load(state, checkpoint_id=name, storage_reader=reader, planner=planner)
+
+
+def _slow_down(how: str, context: Context, stack: ExitStack) -> None:
+    """Until the stack is closed."""
+    if how == LATE:
+        time.sleep(SLOWED_S)
+    elif how == "agent":
+        stack.enter_context(failpoints.arm("rank.writing", partial(_stop_agent, context)))
+    elif how in PLACES:
+        stack.enter_context(failpoints.arm(PLACES[how], lambda _: time.sleep(SLOWED_S)))
+
+
+PLACES = {"serialise": "rank.writing", "fsync": "store.shard-fsynced"}
+
+
+def _stop_agent(context: Context, _: str) -> None:
+    """Stops this node's agent for a moment, while it receives copies or publishes the save."""
+    endpoint = read_endpoint(LocalStore(context.root).agent_directory())
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGSTOP)
+    threading.Timer(SLOWED_S, os.kill, (endpoint.pid, signal.SIGCONT)).start()

@@ -32,6 +32,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolErr
 from replicated_ckpt.node.saves.finish import Outline
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import settle
+from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Announced, Intent
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
@@ -182,6 +183,9 @@ class Routes:
                 return self._unmanaged.verify(request, query.get("checkpoint_id", ""))
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"), is_upkeep="upkeep" in query)
+            case ("GET", "v1", "reports"):
+                found = RankReports(self._service.store).read(query.get("checkpoint_id", ""))
+                return json_answer(node_id=self._service.node_id, reports=[report.to_json() for report in found])
             case ("POST", "v1", "peers"):
                 return self._meet(request)
             case ("GET", "v1", "files", name):

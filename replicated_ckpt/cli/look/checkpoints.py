@@ -1,6 +1,5 @@
 """The rows of `ls`: when each checkpoint was saved, its size, the places of its copies, and its missing files."""
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from replicated_ckpt.cli.look.nodes import (
 )
 from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.core.inventory import SaveFound, saves_found
-from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, is_checkpoint_id
+from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, find_step, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.reading.newest import Newest
@@ -39,7 +38,6 @@ WHOLE, SHORT, NOT_SEEN, LOST, OVERWRITTEN = "whole", "short", "not seen", "lost"
 DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
 RETIRED = "being retired"
 _HOSTS_MAX = 4
-_STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,7 @@ class CheckpointSeen:
     @property
     def step(self) -> int | None:
         """The number at the end of its id, such as 100 of `step-100`."""
-        found = _STEP.search(self.checkpoint_id)
-        return int(found[1]) if found else None
+        return find_step(self.checkpoint_id)
 
     @property
     def is_good(self) -> bool:

@@ -13,8 +13,8 @@ from replicated_ckpt.wording import plural
 
 HELP = (
     "Remove all but the newest checkpoints of each run from this node, from each node whose agent has the same key file, "
-    "and from the bucket once no node has them. Run it on each other node. What the job's own keep_every and keep_best "
-    "keep stays. A bucket with a policy of the job is left to that policy, unless --object-store names it."
+    "and from the bucket once no node has them. Run it on each other node. What the job's own keep_every, keep_period and "
+    "keep_best keep stays. A bucket with a policy of the job is left to that policy, unless --object-store names it."
 )
 
 
@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also keep each N-th save of a run",
     )
+    parser.add_argument(
+        "--keep-period",
+        type=_number,
+        metavar="N",
+        help="also keep steps that are multiples of N: of step-2000 the step is 2000",
+    )
     add_removal_arguments(parser)
 
 
@@ -43,7 +49,9 @@ def _number(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it."""
-    retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
+    retention = Retention(
+        keep_last=arguments.keep_last, keep_every=arguments.keep_every, keep_period=arguments.keep_period
+    )
     remover = Remover.look(open_store(arguments.root), arguments)
     remover.leaves_to_policies = True
     # Clusters may share a prefix: runs that no node here knows may be another cluster's.

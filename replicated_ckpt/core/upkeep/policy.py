@@ -53,9 +53,9 @@ class Policy:
 
 
 def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
-    """Agents of older versions send neither `keep_best` nor `full_last`."""
-    best = {name: fields[name] for name in ("keep_best", "best_is", "full_last") if name in fields}
-    return Retention(keep_last=fields["keep_last"], keep_every=fields["keep_every"], **best)
+    """Agents of older versions send only the first two fields, or the first five."""
+    later = {name: fields[name] for name in ("keep_best", "best_is", "full_last", "keep_period") if name in fields}
+    return Retention(keep_last=fields["keep_last"], keep_every=fields["keep_every"], **later)
 
 
 def scope_of(checkpoint_id: str) -> str:

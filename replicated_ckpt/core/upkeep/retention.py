@@ -6,6 +6,7 @@ from math import isfinite
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import find_step
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
@@ -54,9 +55,9 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     """The verdict on each save of one run in one tier, newest first.
 
     Kept are: the newest `keep_last` whole checkpoints and all saves with a sequence not below theirs; at any age, multiples
-    of `keep_every`, the best by `keep_best`, the newest with all its copies, and saves that are held back. With fewer whole
-    checkpoints than `keep_last`, everything is kept. A whole save is also kept while an older version of its checkpoint is,
-    since its removal would publish that version again.
+    of `keep_every` by sequence and of `keep_period` by step, the best by `keep_best`, the newest with all its copies, and
+    saves that are held back. With fewer whole checkpoints than `keep_last`, everything is kept. A whole save is also kept
+    while an older version of its checkpoint is, since its removal would publish that version again.
 
     With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
     `full_last` whole full ones. The newest full one with all its copies keeps it.
@@ -77,7 +78,10 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     verdicts = []
     # Oldest first: whether an older version stays decides on the newer one of its name.
     for candidate in reversed(ordered):
-        verdict = _judge_one(candidate, retention, oldest, protected, best)
+        # An older version of a kept name would stay for good: it has the same step.
+        is_newest = candidate.sequence >= newest_whole.get(candidate.checkpoint_id, -1)
+        period = _find_period(candidate, retention) if is_newest else None
+        verdict = _judge_one(candidate, retention, oldest, protected, best, period)
         if candidate.is_whole and not verdict.is_kept and candidate.checkpoint_id in named:
             verdict = replace(verdict, is_kept=True, rule="an older version would get its name back")
         if verdict.is_kept:
@@ -123,8 +127,20 @@ def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidat
     return max(ranked, key=lambda entry: entry[:3])[3] if ranked else None
 
 
+def _find_period(candidate: Candidate, retention: Retention) -> str | None:
+    """The rule by which its step keeps it, if it does."""
+    step, period = find_step(candidate.checkpoint_id), retention.keep_period
+    is_multiple = step is not None and period is not None and step % period == 0
+    return f"its step {step} is a multiple of {period}" if is_multiple else None
+
+
 def _judge_one(
-    candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None, best: Candidate | None
+    candidate: Candidate,
+    retention: Retention,
+    oldest: int | None,
+    protected: int | None,
+    best: Candidate | None,
+    period: str | None,
 ) -> Verdict:
     sequence, every = candidate.sequence, retention.keep_every
     is_kept = True
@@ -134,6 +150,8 @@ def _judge_one(
         rule = f"it is one of the newest {plural(retention.keep_last, 'complete checkpoint')}, or newer"
     elif every is not None and sequence % every == 0:
         rule = f"its sequence {sequence} is a multiple of {every}"
+    elif period is not None:
+        rule = period
     elif best is not None and candidate.save_id == best.save_id:
         rule = f"it has the best {retention.keep_best!r} ({best.metrics[retention.keep_best or '']:g})"
     elif sequence == protected:
@@ -145,6 +163,7 @@ def _judge_one(
         newest = plural(retention.keep_last, "complete checkpoint")
         rule = f"its sequence {sequence} is older than {oldest}, of the newest {newest}"
         rule += "" if every is None else f", and not a multiple of {every}"
+        rule += "" if retention.keep_period is None else f", and its step is not a multiple of {retention.keep_period}"
     return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)
 
 

@@ -18,6 +18,7 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_lineage
 from replicated_ckpt.core.lineage import Histories, History, believe, histories_from_json, merge_histories
+from replicated_ckpt.core.rank_report import Span
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout
@@ -178,9 +179,19 @@ class AgentCluster:
             for node, why in silence_by_node.items()
         }
         self._own_node = own_node
+        self.spans: list[Span] = []
+        """How long each node took to answer."""
 
-    def _run(self, call: Callable[[str], Result]) -> FanOut[str, Result]:
-        outcome = FanOut.run([node for node in self._by_node if node not in self._silent], call)
+    def _run(self, phase: str, call: Callable[[str], Result]) -> FanOut[str, Result]:
+        def call_timed(node: str) -> Result:
+            began = time.monotonic()
+            try:
+                return call(node)
+            finally:
+                ended = time.monotonic()
+                self.spans.append(Span(phase, began, ended, ended - began, node))
+
+        outcome = FanOut.run([node for node in self._by_node if node not in self._silent], call_timed)
         outcome.errors.update(self._silent)
         return outcome
 
@@ -210,7 +221,7 @@ class AgentCluster:
                 taken = None if numbers is None else frozenset(map(index, numbers))
                 return Opened(histories_from_json(answer["histories"]), {}, frozenset({named} - {None}), taken)
 
-        outcome = self._run(open_on)
+        outcome = self._run("open", open_on)
         for node, error in outcome.errors.items():
             # A silent peer only costs copies. A refusal (the checkpoint exists), or an error of the own node, ends it.
             if node == self._own_node or not isinstance(error, StoreUnavailable):
@@ -260,7 +271,7 @@ class AgentCluster:
                         bring(client)
                 return _parse_held(client.call("POST", f"{path}/commit"), node)
 
-        outcome = self._run(commit_on)
+        outcome = self._run("publish", commit_on)
         return Committed(outcome.results, outcome.errors)
 
     def abort(self, save_id: str, why: str) -> None:
@@ -268,7 +279,7 @@ class AgentCluster:
             with AgentClient(self._opener_by_node[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why, "ticket": self._ticket})
 
-        self._run(abort_on)
+        self._run("abort", abort_on)
 
 
 def _parse_held(answer: Mapping[str, object], node: str) -> tuple[str, ...]:
@@ -303,6 +314,7 @@ class LoneNode:
 
     def __init__(self, store: LocalStore) -> None:
         self._service = LoneService(store)
+        self.spans: list[Span] = []
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
         histories, stale_saves = self._service.open_save(intent)

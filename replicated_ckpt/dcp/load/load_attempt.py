@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
-from replicated_ckpt.dcp.runtime.agent_report import report_failed, send_report
+from replicated_ckpt.dcp.runtime.agent_report import keep_report, report_failed, send_report
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -191,6 +192,7 @@ class LoadAttempt:
         self._given_id = given_id
         self._keep_report = keep_report
         self._started_at = time.monotonic()
+        self._own_load_id = uuid.uuid4().hex  # of a process alone; a conversion reads many times, and is one load
         self._found: Survey | None = None
         self._failure: BaseException | None = None
         self._silent: set[str] = set()
@@ -438,6 +440,9 @@ class LoadAttempt:
             self._world.rank,
             socket.gethostname(),
             {"plan": began - self._started_at, "read": now - began},
+            self._own_node,
+            self._survey.load_id or self._own_load_id,
+            traffic.seconds_by_node,
         )
         self._keep_report(report)
         # Called without DCP around it, or on a torch whose last step cannot be followed: no outcome of others comes.
@@ -465,7 +470,9 @@ class LoadAttempt:
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
-        send_report(self._store, report_to_agent(report, time.time()))
+        told = report_to_agent(report, time.time())
+        send_report(self._store, told)
+        keep_report(self._store, told)
         call_back(self._parts.on_load, report)
 
     def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:

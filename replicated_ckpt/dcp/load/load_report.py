@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from replicated_ckpt.core.rank_report import RankReport
+from replicated_ckpt.core.rank_report import RankReport, Span
 from replicated_ckpt.wording import align, describe_bytes, plural
 
 PHASES = ("plan", "read")
@@ -16,6 +16,9 @@ class LoadReport:
 
     `bytes_local`, `bytes_peer` and `bytes_object` count the blocks that this rank read from its own store, from peers and
     from the bucket. `bytes_shared` counts the bytes, not blocks, that another rank of this node had fetched.
+
+    `seconds_by_node`: of reading from each node, this one and the bucket ("object-store") included, in all threads
+    together. `load_id`: the same on all ranks of the load.
 
     `phases` has seconds. `plan` is the time until this rank may read, with the wait for other ranks; `read` is the time
     of reading. On rank 0, `ranks` has the reports of all ranks in order, once all have read.
@@ -33,6 +36,9 @@ class LoadReport:
     rank: int = 0
     host: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
+    node_id: str = ""
+    load_id: str = ""
+    seconds_by_node: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple["LoadReport", ...] = ()
 
     @property
@@ -95,7 +101,8 @@ class LoadReport:
 
 
 def report_to_agent(report: LoadReport, ended_unix_s: float) -> RankReport:
-    """What this rank's agent gets of its own part in a load that has succeeded on all ranks."""
+    """This rank's part in a load that has succeeded on all ranks; at rank 0 with those of all ranks."""
+    plan_s, read_s = (report.phases.get(name, 0.0) for name in PHASES)
     sizes = {name: getattr(report, f"bytes_{name}") for name in ("local", "peer", "object", "shared")}
     return RankReport(
         "load",
@@ -108,4 +115,9 @@ def report_to_agent(report: LoadReport, ended_unix_s: float) -> RankReport:
         report.phases,
         sizes,
         bad_copies=len(report.bad_copies),
+        node_id=report.node_id,
+        operation=report.load_id,
+        seconds_by_node=report.seconds_by_node,
+        spans=(Span("plan", 0.0, plan_s, plan_s), Span("read", plan_s, plan_s + read_s, read_s)),
+        ranks=tuple(report_to_agent(one, ended_unix_s) for one in report.ranks),
     )

@@ -49,7 +49,8 @@ OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
 class Traffic:
     """Bytes read, by source, in whole blocks, bad ones too; and the copies that were found bad on the way.
 
-    `bytes_shared`: taken from another rank of this node, which had fetched them.
+    `bytes_shared`: taken from another rank of this node, which had fetched them. `seconds_by_node`: of reading, in all
+    threads together.
     """
 
     bytes_local: int = 0
@@ -57,6 +58,7 @@ class Traffic:
     bytes_object: int = 0
     bytes_shared: int = 0
     bad_copies: list[str] = field(default_factory=list)
+    seconds_by_node: dict[str, float] = field(default_factory=dict)
 
 
 class Findings:
@@ -79,6 +81,10 @@ class Findings:
                 self.traffic.bytes_object += size_bytes
             else:
                 self.traffic.bytes_peer += size_bytes
+
+    def count_seconds(self, node: str, spent_s: float) -> None:
+        with self._lock:
+            self.traffic.seconds_by_node[node] = self.traffic.seconds_by_node.get(node, 0.0) + spent_s
 
     def record_finding(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
         """Records that a copy failed; returns whether for the first time. `is_suspect`: its agent is to read it again."""
@@ -171,6 +177,8 @@ class ShardReader:
         raw = source.read(offset, length, memory)
         for node, size_bytes in source.take_counts().items():
             self.findings.count(node, self._own_node, size_bytes)
+        for node, spent_s in source.take_seconds().items():
+            self.findings.count_seconds(node, spent_s)
         if raw is None:
             raise self._describe_lost(shard)
         return raw

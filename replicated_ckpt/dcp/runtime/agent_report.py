@@ -1,4 +1,4 @@
-"""Sends a rank's report to its own node's agent, which has it for metrics: no other node gets a message for it."""
+"""A rank's report goes to its own node's agent, for metrics, and into a file of the node. No other node gets a message."""
 
 import logging
 import socket
@@ -7,7 +7,8 @@ import time
 from replicated_ckpt.core.rank_report import Kind, RankReport
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.tracing import record_spans
-from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.errors import StoreDenied, StoreError
+from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.local_messages import connect, send_message
 from replicated_ckpt.wording import one_line
@@ -34,7 +35,16 @@ def send_report(store: LocalStore, report: RankReport) -> None:
     call_back(record_spans, report)  # a user's exporter may raise
     try:
         with connect(store.root_agent_directory(), _WITHIN_S) as connection:
-            send_message(connection, {"report": report.to_json()})
+            send_message(connection, {"report": report.without_picture.to_json()})
     # No agent runs, as after a save of one process alone; or it hangs, or is another user's.
     except (OSError, StoreDenied) as exc:
         log.debug("this node's agent did not get the report of a %s: %s", report.kind, exc)
+
+
+def keep_report(store: LocalStore, report: RankReport) -> None:
+    """Keeps a report of a save or load that has succeeded. One that cannot be kept is only logged."""
+    try:
+        RankReports(store).keep(report)
+    # The root is read-only, its disk is full, or a reader has no root.
+    except StoreError as exc:
+        log.debug("the report of a %s is not kept: %s", report.kind, exc)

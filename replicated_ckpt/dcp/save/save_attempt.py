@@ -25,6 +25,7 @@ from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.divergence import Divergence, describe_divergences, without_allowed
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.parts import Part
+from replicated_ckpt.core.rank_report import Span
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import (
     STAYS,
@@ -44,7 +45,7 @@ from replicated_ckpt.dcp.agreement.node_post import (
     register_for_save,
     remember,
 )
-from replicated_ckpt.dcp.agreement.nodes import AgentCluster, Cluster, LoneNode, Opened, cluster_of
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.c10d.group_pool import describe_wanted
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.overwrite_check import check_gives_way
@@ -52,7 +53,7 @@ from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import find_whole
-from replicated_ckpt.dcp.runtime.agent_report import report_failed, send_report
+from replicated_ckpt.dcp.runtime.agent_report import keep_report, report_failed, send_report
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -224,6 +225,7 @@ class SaveAttempt:
         self._reference: SavedMetadata | None = None
         self._is_undecided = False
         self._divergences: Sequence[Divergence] = ()
+        self._spans: list[Span] = []
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
 
@@ -241,7 +243,10 @@ class SaveAttempt:
             is_coordinator=self._world.is_coordinator,
         )
         items = self._local_plan.items
+        began = time.monotonic()
+        self._spans.append(Span("prepare", self._started_at, began, began - self._started_at))
         self._post = self._parts.present(checkpoint_id, items, is_alone=board is None)
+        self._spans.append(Span("register", began, time.monotonic(), time.monotonic() - began))
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
@@ -260,7 +265,8 @@ class SaveAttempt:
         posts = [SavePost.from_json(post) for post in raw_posts] or [self._post]
         # A random ticket: a rank may abort this save, and no other.
         decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
-        self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
+        self._cluster: AgentCluster | LoneNode
+        self._cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         known, session = self._parts.layouts.save_id, self._world.session_of_writer(self._parts.name)
         turn = self._parts.replicas.next_turn(sum(post.items for post in posts), plans)
         self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known, turn=turn)
@@ -338,6 +344,7 @@ class SaveAttempt:
         self._is_undecided = False
         with self._abort_on_error():
             if board is not None:
+                self._spans += self._cluster.spans
                 own_node, posts = decision.node_of(self._world.rank).node_id, board.posts("receipt", DECISION_TIMEOUT_S)
                 receipts, self._cluster = collect_receipts(posts, decision, own_node)
             check_none_aborted(receipts, decision)
@@ -405,12 +412,22 @@ class SaveAttempt:
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
         helpers = len(find_helped(self._decision, self._world.rank))
         spent = now - self._started_at, now - self._written_at
-        report = self._report.end(*spent, ranks, self._receipt.shards, self._held.find_written(), helpers)
+        written = self._held.find_written()
+        report = self._report.end(*spent, ranks, self._receipt.shards, written, helpers)
         report = replace(report, divergences=tuple(self._divergences))
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
-        send_report(self._store, report_to_agent(report, time.time()))
+        spans = [
+            *(
+                span.since(self._started_at, report.seconds, by_agent=False)
+                for span in (*self._spans, *self._cluster.spans)
+            ),
+            *(span.since(self._started_at, report.seconds, by_agent=True) for one in written for span in one.spans),
+        ]
+        told = report_to_agent(report, time.time(), self._decision, spans)
+        send_report(self._store, told)
+        keep_report(self._store, told)
         call_back(self._parts.on_save, report)
 
     def break_off(self) -> None:
@@ -466,6 +483,7 @@ class SaveAttempt:
             phases={"plan": began - self._started_at, **add_phases(shard.phases for shard in shards)},
             replicas=replicas,
         )
+        self._spans += [span for shard in shards for span in shard.spans]
         self._report = report_save(decision, rank, receipt, config.copies)
         self._keep_report(self._report)
         missed = [what for shard in shards for what in shard.missed]

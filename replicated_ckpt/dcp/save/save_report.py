@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from replicated_ckpt.core.divergence import Divergence
-from replicated_ckpt.core.rank_report import RankReport
+from replicated_ckpt.core.rank_report import RankReport, Span
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.save.own_copies import is_copied
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
@@ -144,8 +144,20 @@ def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_want
     )
 
 
-def report_to_agent(report: SaveReport, ended_unix_s: float) -> RankReport:
-    """What this rank's agent gets of its own part in a committed save."""
+def report_to_agent(
+    report: SaveReport, ended_unix_s: float, decision: SaveDecision, spans: Sequence[Span]
+) -> RankReport:
+    """This rank's part in a committed save; at rank 0 with those of all ranks. `spans`: of what it wrote."""
+    plan_s, commit_s = (report.phases.get(name, 0.0) for name in ("plan", "commit"))
+    around = (
+        Span("plan", 0.0, plan_s, plan_s),
+        Span("commit", max(0.0, report.seconds - commit_s), report.seconds, commit_s),
+    )
+    sent = add_phases({span.node: span.busy_s} for span in spans if span.phase == "send")
+    buddies = decision.buddies_of(report.node_id)
+    # Rank 0 has one figure for all buddies of another rank.
+    if not spans and len(buddies) == 1 and "send" in report.phases:
+        sent = {buddies[0]: report.phases["send"]}
     return RankReport(
         "save",
         report.checkpoint_id,
@@ -158,6 +170,11 @@ def report_to_agent(report: SaveReport, ended_unix_s: float) -> RankReport:
         {"written": report.bytes_written, "replicated": report.bytes_replicated, "linked": report.bytes_linked},
         copies=report.copies_made,
         divergences=len(report.divergences),
+        node_id=report.node_id,
+        operation=report.save_id,
+        seconds_by_node=sent,
+        spans=(*around, *spans) if spans else (),
+        ranks=tuple(report_to_agent(one, ended_unix_s, decision, ()) for one in report.ranks),
     )
 
 

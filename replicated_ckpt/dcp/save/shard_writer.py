@@ -13,6 +13,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.parts import Part
+from replicated_ckpt.core.rank_report import Span
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
@@ -42,7 +43,7 @@ _LARGE_BYTES = 64 << 10
 
 @dataclass
 class WrittenShard:
-    """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase.
+    """One shard: its receipt, DCP's results for its items, the copies that could not be made, seconds by phase and spans.
 
     With a `follower` the agent writes the shard, and the receipt has the name only.
     """
@@ -51,6 +52,7 @@ class WrittenShard:
     results: list[WriteResult]
     missed: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     follower: Follower | None = None
 
     def wait(self) -> None:
@@ -76,7 +78,7 @@ class ShardUnderWay:
         """Waits for the shard, which is durable in the node's own store then. Raises as `begin_shard`."""
         found = self.copies.end()
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
-        return WrittenShard(receipt, self.results, list(found.missed), dict(found.phases))
+        return WrittenShard(receipt, self.results, list(found.missed), dict(found.phases), list(found.spans))
 
 
 class ShardWriter:
@@ -97,10 +99,10 @@ class ShardWriter:
 
         Raises as `begin_shard`.
         """
-        unchanged, began = self.unchanged, time.perf_counter()
+        unchanged, began = self.unchanged, time.monotonic()
         assert unchanged is not None, "without it no item is known not to change"
         hashes = unchanged.hash_items(self._items, items, planner)
-        hashed_s, file, found = time.perf_counter() - began, unchanged.file, None
+        hashed_s, file, found = time.monotonic() - began, unchanged.file, None
         wanted = self._choose_places(decision, rank, Part.UNCHANGED)
         if file is not None and file.has(items, hashes):
             found = link_copies(self._store, wanted, file.source)
@@ -108,7 +110,9 @@ class ShardWriter:
             written = self._begin(items, planner, wanted).end()
         else:
             receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders, is_linked=True)
-            written = WrittenShard(receipt, file.results_in(found.name), phases=dict(found.phases))
+            phases, spans = dict(found.phases), list(found.spans)
+            written = WrittenShard(receipt, file.results_in(found.name), phases=phases, spans=spans)
+        written.spans.append(Span("serialise", began, began + hashed_s, hashed_s))
         written.phases["serialise"] = written.phases.get("serialise", 0.0) + hashed_s
         unchanged.note_written(UnchangedFile(written.receipt, written.results, hashes))
         return written

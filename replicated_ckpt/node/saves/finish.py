@@ -96,7 +96,8 @@ class Finished:
     """Shards whose copy from a helper's memory does not count, with its node."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        written = [copies.to_json() for copies in self.written]
+        return {"manifest": self.manifest, "written": written, "differing": self.differing}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:

@@ -7,12 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import ShardName, is_save_id
+from replicated_ckpt.core.rank_report import Span
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
@@ -66,7 +67,7 @@ class WantedCopies:
 class WrittenCopies:
     """The copies of one shard. `holders`: nodes that acknowledged one, this one first. `missed`: failed copies, in words.
 
-    `phases`: seconds that were spent on each part.
+    `phases`: seconds that were spent on each part. `spans`: when, by this host's monotonic clock.
     """
 
     name: str
@@ -75,9 +76,10 @@ class WrittenCopies:
     holders: tuple[str, ...]
     missed: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(replace(self, spans=())), "spans": [span.to_json() for span in self.spans]}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
@@ -89,6 +91,7 @@ class WrittenCopies:
             tuple(map(str, fields["holders"])),
             tuple(map(str, fields["missed"])),
             {str(name): float(spent) for name, spent in fields["phases"].items()},
+            tuple(map(Span.from_json, fields.get("spans", ()))),
         )
 
 
@@ -128,15 +131,16 @@ def begin_copies(
     sinks: list[Sink] = [own_file]
     sinks += [_sink_at(address, wanted, is_behind=is_behind) for address in wanted.buddies]
     tee = Tee(sinks, buffers, copies=own_file.is_direct)
-    began = time.perf_counter()
+    began = time.monotonic()
     try:
         fill(tee)
-        phases = {"serialise": time.perf_counter() - began - tee.waited_s}
+        filled = time.monotonic()
+        serialise = Span("serialise", began, filled, filled - began - tee.waited_s)
         table = tee.end()
     except BaseException:
         tee.discard()
         raise
-    return CopiesUnderWay(store, wanted, table, tee, phases)
+    return CopiesUnderWay(store, wanted, table, tee, serialise)
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class CopiesUnderWay:
     wanted: WantedCopies
     table: BlockTable
     tee: Tee
-    phases: Mapping[str, float]
+    serialise: Span
 
     def wait(self) -> None:
         """After this the bytes are not read any more, whatever became of the copies."""
@@ -159,14 +163,24 @@ class CopiesUnderWay:
         # Failed copies are made again from this node's own file: without it there is nothing to send.
         if outcomes[0].error is not None:
             raise outcomes[0].error
-        began = time.perf_counter()
+        began = time.monotonic()
         holders, missed = _make_up(self.store, wanted, table, outcomes[1:])
-        phases = {**self.phases, "write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
+        own, made_up = outcomes[0], time.monotonic() - began
+        phases = {"serialise": self.serialise.busy_s, "write": own.write_s, "fsync": own.finish_s}
         phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
         if wanted.buddies:
-            phases["send"] += time.perf_counter() - began
-        all_holders = (wanted.own, *holders)
-        return WrittenCopies(wanted.name, table.file_bytes, table.file_crc(), all_holders, tuple(missed), phases)
+            phases["send"] += made_up
+        spans = (
+            self.serialise,
+            Span("write", own.began_s, own.written_s, own.write_s),
+            Span("fsync", own.written_s, own.ended_s, own.finish_s),
+            *(
+                Span("send", sent.began_s, sent.ended_s, sent.write_s + sent.finish_s, buddy.node_id)
+                for buddy, sent in zip(wanted.buddies, outcomes[1:], strict=True)
+            ),
+        )
+        all_holders, size, crc = (wanted.own, *holders), table.file_bytes, table.file_crc()
+        return WrittenCopies(wanted.name, size, crc, all_holders, tuple(missed), phases, spans)
 
 
 def _make_up(
@@ -235,7 +249,7 @@ def link_copies(store: LocalStore, wanted: WantedCopies, source: CommittedShard)
     Raises:
         SaveAborted: the save was aborted elsewhere.
     """
-    began = time.perf_counter()
+    began = time.monotonic()
     try:
         is_bad = DamageBook(store).has_file
         store.link_staged(wanted.save_id, wanted.name, source, is_bad, durable=True)
@@ -245,9 +259,11 @@ def link_copies(store: LocalStore, wanted: WantedCopies, source: CommittedShard)
     except ReplicatedCkptError as exc:
         log.info("%s is written anew, as it cannot be linked everywhere: %s", wanted.name, exc)
         return None
-    phases = {"write": time.perf_counter() - began}
+    ended = time.monotonic()
+    written = Span("write", began, ended, ended - began)
     holders = (wanted.own, *(buddy.node_id for buddy in wanted.buddies))
-    return WrittenCopies(wanted.name, source.size_bytes, source.crc32c, holders, phases=phases)
+    phases = {"write": written.busy_s}
+    return WrittenCopies(wanted.name, source.size_bytes, source.crc32c, holders, phases=phases, spans=(written,))
 
 
 def _link_at(buddy: AgentAddress, *, wanted: WantedCopies, source: CommittedShard) -> None:

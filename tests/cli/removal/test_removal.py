@@ -407,9 +407,9 @@ def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
         (store.root / f"step-{number}" / ".manifest.json").write_bytes(noted.encode())
     with running_agent(store.root, *QUICK) as agent:
         tell(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
-        done = command("prune", "--keep-last", "1", "--root", store.root)
+        done = command("prune", "--keep-last", "1", "--keep-period", "4", "--root", store.root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "stays: it has the best 'loss' (0.1)" in done.stdout
-        assert there(store) == [2, 3, 5]
+        assert there(store) == [2, 3, 4, 5]
         assert command("prune", "--keep-last", "1", "--keep-every", "2", "--root", store.root).returncode == ExitCode.OK
-        assert there(store) == [2, 3, 5]
+        assert there(store) == [2, 3, 4, 5]

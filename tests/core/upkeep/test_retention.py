@@ -68,6 +68,31 @@ def test_the_best_stays() -> None:
     assert goes(lost, replace(last_one, keep_best="loss")) == {1, 3, 4, 5}
 
 
+def test_multiples_of_a_period_of_steps_stay() -> None:
+    """By the number at the end of the id, not by saves; of a step that was saved twice, the newest complete version."""
+    ids = ["run/step-0500", "run/step-1000", "run/step-1000", "run/step-1000", "run/best", "run/step-1500", "run/2000"]
+    saves = [candidate(number, of=name, whole=number != 4) for number, name in enumerate([*ids, "run/step-2001"], 1)]
+    last_one = Retention(keep_last=1)
+    assert goes(saves, last_one) == {1, 2, 3, 4, 5, 6, 7}
+    assert goes(saves, replace(last_one, keep_period=1000)) == {1, 2, 5, 6}
+    assert goes(saves, replace(last_one, keep_period=1000, keep_every=6)) == {1, 2, 5}
+    why = {one.sequence: one.rule for one in judge(saves, replace(last_one, keep_period=1000))}
+    assert why[3] == "its step 1000 is a multiple of 1000"
+    assert why[6].endswith("and its step is not a multiple of 1000")
+
+
+@pytest.mark.parametrize("bad", [0, True, 1.5, "1000"])
+def test_a_period_that_cannot_be_is_refused(bad: Any) -> None:
+    """From the user and from a peer."""
+    with pytest.raises(ConfigInvalid, match="keep_period"):
+        Retention(keep_last=1, keep_period=bad)
+    fields = Policy("", NODES, 3, Retention(keep_last=2, keep_period=100)).to_json()
+    assert Policy.from_json(fields).retention == Retention(keep_last=2, keep_period=100)
+    fields["retention"]["keep_period"] = bad
+    with pytest.raises(ConfigInvalid, match="keep_period"):
+        Policy.from_json(fields)
+
+
 def test_a_policy_names_the_best_to_other_nodes() -> None:
     """As JSON and back; one of an agent that knows no best is read as one that names none."""
     policy = Policy("", NODES, 3, Retention(keep_last=2, keep_best="loss", best_is="max"))

@@ -1,0 +1,152 @@
+"""The rank or node that held up a save or load, from the reports of its ranks."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+
+from replicated_ckpt.core.rank_report import RankReport
+
+OWN_PHASES = {"save": ("prepare", "register", "serialise", "write", "fsync"), "load": ("read",)}
+"""The phases that a rank spends on its own work. In `plan` and `commit` it waits for the others."""
+_COPY_PHASE = {"save": "send", "load": "read"}
+_ASKED = ("open", "publish")
+LATE = "plan"
+_RATIO, _SHARE, _LEAST_S = 1.5, 0.05, 0.05
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """What stands out: a rank, or a node if `rank` is None. `phase` took `seconds`, and `median_s` at the others.
+
+    `waiting_rank`: the rank that waited for the node. With the phase LATE, the rank began `seconds` after the others.
+    """
+
+    node_id: str
+    rank: int | None
+    phase: str
+    seconds: float
+    median_s: float
+    waiting_rank: int | None = None
+
+    @property
+    def excess_s(self) -> float:
+        return self.seconds - self.median_s
+
+    def describe(self, name_by_node: Mapping[str, str]) -> str:
+        """One line, for people."""
+        node = name_by_node.get(self.node_id, self.node_id)
+        who = f"node {node}" if self.rank is None else f"rank {self.rank} on {node}"
+        if self.phase == LATE:
+            return f"slowest: {who}, which began {self.seconds:.2f} s after the others"
+        waited = "" if self.waiting_rank is None else f" (rank {self.waiting_rank} waited)"
+        return f"slowest: {who}, {self.phase}{waited}, {self.seconds:.2f} s; median of the others {self.median_s:.2f} s"
+
+
+def find_slowest(reports: Sequence[RankReport]) -> Slowest | None:
+    """The rank or node that took longer than the others by the most. None: none stands out, or there is only one rank.
+
+    `reports`: one of each rank, of one save or load. A node stands out if all of its ranks do, or if a rank waited for it
+    that does its own work as fast as the others.
+    """
+    longest_s = max((one.seconds for one in reports), default=0.0)
+
+    def stands_out(one: Slowest) -> bool:
+        return one.excess_s > max(_LEAST_S, _SHARE * longest_s, (_RATIO - 1) * one.median_s)
+
+    nodes = list(filter(stands_out, _compare_nodes(reports)))
+    # A node of which all ranks stand out is named, not one of these ranks.
+    whole = {one.node_id for one in nodes}
+    ranks = [one for one in filter(stands_out, _compare_ranks(reports)) if one.node_id not in whole]
+    waits = [_blame(one, [*nodes, *ranks], reports) for one in filter(stands_out, _compare_waits(reports))]
+    late = filter(stands_out, _compare_begins(reports))
+    return max((*nodes, *ranks, *waits, *late), key=lambda one: one.excess_s, default=None)
+
+
+def _compare_ranks(reports: Sequence[RankReport]) -> Iterator[Slowest]:
+    """Each rank's own phases, compared with the other ranks."""
+    for phase in OWN_PHASES[reports[0].kind] if reports else ():
+        spent = [_own_seconds(one, phase) for one in reports]
+        for one, seconds, others_s in zip(reports, spent, _medians_of_others(spent), strict=True):
+            yield Slowest(one.node_id, one.rank, phase, seconds, others_s)
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each value the median of all others; itself, if there are none."""
+    # Sorted once: a job may have 10,000 ranks.
+    ordered, last = sorted(values), len(values) - 2
+    if last < 0:
+        return list(values)
+    places = [bisect_left(ordered, value) for value in values]
+    return [sum(ordered[at + (at >= place)] for at in (last // 2, (last + 1) // 2)) / 2 for place in places]
+
+
+def _compare_nodes(reports: Sequence[RankReport]) -> Iterator[Slowest]:
+    """Each node with several ranks: the fastest of them, compared with the ranks of other nodes."""
+    for phase in OWN_PHASES[reports[0].kind] if reports else ():
+        spent_by_node: dict[str, list[float]] = {}
+        for one in reports:
+            spent_by_node.setdefault(one.node_id, []).append(_own_seconds(one, phase))
+        fastest = min(min(spent) for spent in spent_by_node.values())
+        for node, spent in spent_by_node.items():
+            # Most nodes end here: each comparison goes through all ranks.
+            if len(spent) > 1 and len(spent_by_node) > 1 and min(spent) > _RATIO * fastest:
+                others = chain.from_iterable(each for other, each in spent_by_node.items() if other != node)
+                yield Slowest(node, None, phase, min(spent), median(others))
+
+
+def _own_seconds(one: RankReport, phase: str) -> float:
+    """Seconds of a phase. In a load, without the time in which other nodes were read."""
+    if one.kind == "load":
+        waited = sum(spent for node, spent in one.seconds_by_node.items() if node != one.node_id)
+        return max(0.0, one.phases.get(phase, 0.0) - waited)
+    # Only spans have the phases within `plan`.
+    return one.phases.get(phase) or sum(span.busy_s for span in one.spans if span.phase == phase)
+
+
+def _compare_waits(reports: Sequence[RankReport]) -> Iterator[Slowest]:
+    """Each wait of a rank for a node, compared with the other waits of that phase."""
+    waits_by_phase: dict[str, list[tuple[RankReport, str, float]]] = {}
+    for one in reports:
+        for phase, node, spent in _list_waits(one):
+            waits_by_phase.setdefault(phase, []).append((one, node, spent))
+    for phase, waits in waits_by_phase.items():
+        # A rank of a load that reads its own disk alone waits for no node.
+        idle = len(reports) - len({one.rank for one, _, _ in waits}) if phase == "read" else 0
+        medians = _medians_of_others([*(spent for _, _, spent in waits), *[0.0] * idle])
+        for (one, node, spent), others_s in zip(waits, medians, strict=False):
+            yield Slowest(node, None, phase, spent, others_s, one.rank)
+
+
+def _list_waits(one: RankReport) -> Iterator[tuple[str, str, float]]:
+    """The phase, the node and the seconds of each wait of a rank for a node."""
+    for node, spent in one.seconds_by_node.items():
+        if node != one.node_id:
+            yield _COPY_PHASE[one.kind], node, spent
+    for span in one.spans:
+        if span.phase in _ASKED:
+            yield span.phase, span.node, span.busy_s
+
+
+def _blame(wait: Slowest, slow: Sequence[Slowest], reports: Sequence[RankReport]) -> Slowest:
+    """Whom a long wait for a node shows to be slow: the node, or the rank that waited. `slow`: in their own work."""
+    at_node = [one for one in slow if one.node_id == wait.node_id]
+    # The node's own disk is slow: that tells more than that copies arrive there slowly.
+    if at_node and (worst := max(at_node, key=lambda one: one.excess_s)).excess_s > wait.excess_s / 4:
+        return worst
+    (waiting,) = (one for one in reports if one.rank == wait.waiting_rank)
+    is_slow_itself = any(one.node_id == waiting.node_id and one.rank in (None, waiting.rank) for one in slow)
+    # A rank that is slow in all it does sends slowly, too, to a node that may be as fast as any.
+    if is_slow_itself and wait.phase not in _ASKED:
+        return Slowest(waiting.node_id, waiting.rank, wait.phase, wait.seconds, wait.median_s)
+    return wait
+
+
+def _compare_begins(reports: Sequence[RankReport]) -> Iterator[Slowest]:
+    """The rank that came last: all others wait for it in `plan`, and it waits for none."""
+    waited = [one.phases.get(LATE, 0.0) for one in reports]
+    least_s = min(waited, default=0.0)
+    for one, own_s, others_s in zip(reports, waited, _medians_of_others(waited), strict=True):
+        if own_s == least_s:
+            yield Slowest(one.node_id, one.rank, LATE, others_s - own_s, 0.0)

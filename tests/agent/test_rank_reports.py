@@ -1,0 +1,90 @@
+"""The files in which ranks keep what they did in saves and loads."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.cli.look.reports import choose_newest
+from replicated_ckpt.core.rank_report import Kind, RankReport, Span
+from replicated_ckpt.errors import StoreError
+from replicated_ckpt.node.state.rank_reports import KEPT, RankReports
+from replicated_ckpt.stores.local.store import LocalStore
+
+
+def report(number: int, rank: int = 0, kind: Kind = "save", checkpoint_id: str = "run/step-1") -> RankReport:
+    """Of the save or load with this number, which ended at that second."""
+    spans = (Span("plan", 0.0, 0.5, 0.5), Span("send", 0.5, 0.7, 0.1, "b", by_agent=True))
+    named = (kind, checkpoint_id, "a" * 32, rank, "host", 1e9 + number, 0.7)
+    return RankReport(*named, {"plan": 0.5}, node_id="a", operation=f"{number:032x}", spans=spans)
+
+
+def store_in(path: Path) -> LocalStore:
+    store = LocalStore(path)
+    store.agent_directory()
+    return store
+
+
+def test_the_reports_of_the_last_saves_and_loads_are_kept(tmp_path: Path) -> None:
+    """As they were, with those of all ranks at rank 0; each kind for itself, and older ones go with all of their ranks."""
+    store = store_in(tmp_path)
+    books = [RankReports(store) for _ in range(2)]
+    for number in range(KEPT + 3):
+        for rank, book in enumerate(books):
+            book.keep(report(number, rank))
+            for path in tmp_path.glob(f".agent/report-save-{number:032x}-*.json"):
+                os.utime(path, (number, number))
+    books[0].keep(replace(report(0, kind="load"), ranks=(report(0, kind="load"), report(0, 1, kind="load"))))
+    books[0].keep(report(99, checkpoint_id="run/step-2"))
+    found = books[0].read("run/step-1")
+    saves = [one for one in found if one.kind == "save"]
+    assert sorted((one.operation, one.rank) for one in saves) == [
+        (f"{number:032x}", rank) for number in range(4, KEPT + 3) for rank in (0, 1)
+    ]
+    assert saves[0] == report(4)
+    (load,) = (one for one in found if one.kind == "load")
+    assert [one.rank for one in load.ranks] == [0, 1]
+    assert choose_newest(found, "save") == [report(KEPT + 2), report(KEPT + 2, 1)]
+    assert [one.rank for one in choose_newest(found, "load")] == [0, 1]
+
+
+def test_a_damaged_report_is_left_out(tmp_path: Path) -> None:
+    """Cut by a power loss, or with values that no rank writes; the others are read."""
+    book = RankReports(store_in(tmp_path))
+    for number in range(3):
+        book.keep(report(number))
+    first, second, _ = sorted((tmp_path / ".agent").glob("report-*.json"))
+    first.write_bytes(first.read_bytes()[:-9])
+    second.write_text(json.dumps({**report(1).to_json(), "seconds": "long"}))
+    assert book.read("run/step-1") == [report(2)]
+
+
+def test_a_report_that_cannot_be_written_is_an_error_of_the_store(tmp_path: Path) -> None:
+    """The root has no place for it; the caller decides that the save is none the worse."""
+    with pytest.raises(StoreError):
+        RankReports(LocalStore(tmp_path / "no store")).keep(report(1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("operation", "../../x"),
+        ("node_id", "a\nb"),
+        ("seconds_by_node", {"b": -1.0}),
+        ("seconds_by_node", [1.0]),
+        ("spans", [["plan", 0.0, 0.5]]),
+        ("spans", [["plan", 0.0, float("nan"), 0.5, "", False]]),
+        ("spans", [["<plan>", 0.0, 0.5, 0.5, "", False]]),
+        ("ranks", [{"kind": "save"}]),
+        ("ranks", 7),
+    ],
+)
+def test_a_picture_with_an_invalid_field_is_refused(field: str, value: Any) -> None:
+    """Another node may have sent it."""
+    valid = report(1).to_json()
+    assert RankReport.from_json(json.loads(json.dumps(valid))) == report(1)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        RankReport.from_json({**valid, field: value})
