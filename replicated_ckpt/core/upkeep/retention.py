@@ -9,6 +9,7 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.upkeep.marks import merge_marks
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.wording import plural
@@ -21,6 +22,7 @@ class Candidate:
     `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
     reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
     `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder has it.
+    `is_rejected`: a user has "latest" skip it, so it takes no good checkpoint's place.
     """
 
     checkpoint_id: str
@@ -32,6 +34,7 @@ class Candidate:
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_full: bool = False
     can_slim: bool = False
+    is_rejected: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,22 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 
     With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
     `full_last` whole full ones. The newest full one with all its copies keeps it.
+
+    Rejected saves are counted by no rule: they only ever cause more to be kept. They go once they are older.
     """
     newest_whole: dict[str, int] = {}
-    for candidate in candidates:
+    good = [candidate for candidate in candidates if not candidate.is_rejected]
+    for candidate in good:
         if candidate.is_whole:
             known = newest_whole.get(candidate.checkpoint_id, -1)
             newest_whole[candidate.checkpoint_id] = max(known, candidate.sequence)
     last = sorted(newest_whole.values(), reverse=True)[: retention.keep_last]
     oldest = last[-1] if len(last) == retention.keep_last else None
     # The newest with all copies stays: newer whole ones may have a single copy each.
-    protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
+    protected = max((candidate.sequence for candidate in good if candidate.is_protected), default=None)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
-    best = find_best(candidates, retention)
-    drops = _find_dropping(candidates, retention)
+    best = find_best(good, retention)
+    drops = _find_dropping(candidates, good, retention)
     named: set[str] = set()
     verdicts = []
     # Oldest first: whether an older version stays decides on the newer one of its name.
@@ -87,16 +93,18 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     return tuple(reversed(verdicts))
 
 
-def _find_dropping(candidates: Sequence[Candidate], retention: Retention) -> Mapping[str, str]:
-    """By save that loses its optimizer if it is kept, the rule."""
+def _find_dropping(
+    candidates: Sequence[Candidate], good: Sequence[Candidate], retention: Retention
+) -> Mapping[str, str]:
+    """By save that loses its optimizer if it is kept, the rule. `good`: those that count."""
     if retention.full_last is None:
         return {}
-    full = {one.sequence for one in candidates if one.is_full and one.is_whole}
+    full = {one.sequence for one in good if one.is_full and one.is_whole}
     newest = sorted(full, reverse=True)[: retention.full_last]
     if len(newest) < retention.full_last:
         return {}
     # Newer ones may have a single copy each.
-    protected = max((one.sequence for one in candidates if one.is_full and one.is_protected), default=None)
+    protected = max((one.sequence for one in good if one.is_full and one.is_protected), default=None)
     full_ones = plural(retention.full_last, "full checkpoint")
     rule = f"its weights alone: it is older than {newest[-1]}, of the newest {full_ones}"
     return {
@@ -295,7 +303,7 @@ def _candidates(
     *,
     in_doubt: bool,
 ) -> Iterator[Candidate]:
-    waiting = pending(node.node_report for node in up)
+    waiting, marks = pending(node.node_report for node in up), merge_marks(node.node_report.marks for node in up)
     unbelieved = {one.checkpoint_id for node in up for one in node.unclaimed if one.is_ours}
     aside = {(held.checkpoint_id, held.lineage) for node in up for held in node.holdings or () if held.is_replaced}
     for save_id, manifest in manifests.items():
@@ -319,6 +327,7 @@ def _candidates(
             metrics=metrics_of(manifest.notes),
             is_full=manifest.weights is not None,
             can_slim=manifest.weights is not None or (manifest.is_slim and any(map(_has_optimizer, holdings[save_id]))),
+            is_rejected=marks.is_rejected(save_id),
         )
 
 
@@ -374,9 +383,11 @@ class Removable:
 def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
     """The chosen checkpoints without which their run would have no whole checkpoint that was seen.
 
-    A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole.
+    A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole. A rejected one
+    replaces none.
     """
-    kept = {save.run for save in saves if save.candidate.is_whole and save.candidate.save_id not in chosen}
+    whole = (save for save in saves if save.candidate.is_whole and not save.candidate.is_rejected)
+    kept = {save.run for save in whole if save.candidate.save_id not in chosen}
     going = (save for save in saves if save.candidate.save_id in chosen)
     return tuple(sorted({s.candidate.checkpoint_id for s in going if s.run not in kept and not s.is_lost}))
 

@@ -87,6 +87,8 @@ class ReplicatedReader(StorageReader):
         check_callable("on_load", on_load)
         self.config = ReaderConfig(None if root is None else check_root(root), object_store, lineage)
         self.last_load: LoadReport | None = None
+        self.max_tries: int | None = None
+        """Of the next load of "latest": it skips a checkpoint that was restored so often without a later save."""
         self._process_group = process_group
         self._no_dist = no_dist
         target = ObjectTarget.check_given(object_store, storage_options)
@@ -112,7 +114,8 @@ class ReplicatedReader(StorageReader):
         return f"<ReplicatedReader({self.config.root!r}{bucket})>"
 
     def _begin(self, given_id: str | os.PathLike[str] | None) -> LoadAttempt:
-        attempt = self._attempt_by_thread[threading.get_ident()] = LoadAttempt(self._parts, given_id, self._keep_report)
+        attempt = LoadAttempt(self._parts, given_id, self._keep_report, self.max_tries)
+        self._attempt_by_thread[threading.get_ident()] = attempt
         return attempt
 
     def _find_own(self) -> LoadAttempt:
