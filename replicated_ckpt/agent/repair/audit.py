@@ -18,7 +18,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.manifests import ManifestBook
 from replicated_ckpt.node.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, describe_silence, parse_node_holdings
-from replicated_ckpt.node.state.marks import MarkBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore

@@ -64,7 +64,8 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
     `full_last` whole full ones. The newest full one with all its copies keeps it.
 
-    Rejected saves are counted by no rule: they only ever cause more to be kept. They go once they are older.
+    A rejected save takes no good one's place in any rule, and stays where it would without the mark. So a mark, which a
+    peer may have sent, removes nothing.
     """
     newest_whole: dict[str, int] = {}
     good = [candidate for candidate in candidates if not candidate.is_rejected]
@@ -75,9 +76,11 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     last = sorted(newest_whole.values(), reverse=True)[: retention.keep_last]
     oldest = last[-1] if len(last) == retention.keep_last else None
     # The newest with all copies stays: newer whole ones may have a single copy each.
-    protected = max((candidate.sequence for candidate in good if candidate.is_protected), default=None)
+    protected = _find_protected(candidates) | _find_protected(good)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
-    best = find_best(good, retention)
+    best = {
+        one.save_id: one for one in (find_best(candidates, retention), find_best(good, retention)) if one is not None
+    }
     drops = _find_dropping(candidates, good, retention)
     named: set[str] = set()
     verdicts = []
@@ -104,7 +107,8 @@ def _find_dropping(
     if len(newest) < retention.full_last:
         return {}
     # Newer ones may have a single copy each.
-    protected = max((one.sequence for one in good if one.is_full and one.is_protected), default=None)
+    protected = _find_protected(one for one in candidates if one.is_full)
+    protected |= _find_protected(one for one in good if one.is_full)
     full_ones = plural(retention.full_last, "full checkpoint")
     rule = f"its weights alone: it is older than {newest[-1]}, of the newest {full_ones}"
     return {
@@ -114,8 +118,13 @@ def _find_dropping(
         and one.is_whole
         and not one.held_back
         and one.sequence < newest[-1]
-        and one.sequence != protected
+        and one.sequence not in protected
     }
+
+
+def _find_protected(candidates: Iterable[Candidate]) -> set[int]:
+    """The sequence of the newest with all its copies."""
+    return {max(found)} if (found := [one.sequence for one in candidates if one.is_protected]) else set()
 
 
 def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidate | None:
@@ -132,7 +141,11 @@ def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidat
 
 
 def _judge_one(
-    candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None, best: Candidate | None
+    candidate: Candidate,
+    retention: Retention,
+    oldest: int | None,
+    protected: Collection[int],
+    best: Mapping[str, Candidate],
 ) -> Verdict:
     sequence, every = candidate.sequence, retention.keep_every
     is_kept = True
@@ -142,9 +155,9 @@ def _judge_one(
         rule = f"it is one of the newest {plural(retention.keep_last, 'complete checkpoint')}, or newer"
     elif every is not None and sequence % every == 0:
         rule = f"its sequence {sequence} is a multiple of {every}"
-    elif best is not None and candidate.save_id == best.save_id:
-        rule = f"it has the best {retention.keep_best!r} ({best.metrics[retention.keep_best or '']:g})"
-    elif sequence == protected:
+    elif candidate.save_id in best:
+        rule = f"it has the best {retention.keep_best!r} ({candidate.metrics[retention.keep_best or '']:g})"
+    elif sequence in protected:
         rule = "it is the newest that has all its copies"
     elif candidate.held_back:
         rule = candidate.held_back

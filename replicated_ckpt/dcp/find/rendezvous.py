@@ -32,7 +32,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
 )
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.node.state.marks import MarkBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import EmptyStore, LocalStore

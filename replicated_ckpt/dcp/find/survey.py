@@ -37,7 +37,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.node.peers.watch import NodeHoldings, parse_node_holdings
 from replicated_ckpt.node.state.damage import DamageBook
-from replicated_ckpt.node.state.marks import MarkBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.files.durable import raise_shortage

@@ -33,7 +33,7 @@ from replicated_ckpt.node.saves.receive import Intake, Received, receive_file, r
 from replicated_ckpt.node.saves.request_body import Body
 from replicated_ckpt.node.saves.submissions import Submissions
 from replicated_ckpt.node.state.damage import DamageBook
-from replicated_ckpt.node.state.marks import MarkBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.node.state.sequence_floor import ReservedSequences, SequenceFloor
 from replicated_ckpt.stores.files.locks import exclusive
