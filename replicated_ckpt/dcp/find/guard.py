@@ -48,11 +48,11 @@ class Guard:
         if self._rejected:
             raise CheckpointRejected([save.checkpoint_id for save in self._rejected])
 
-    def describe(self, chosen: SaveFound) -> str:
+    def describe(self, chosen: SaveFound, *, is_restore: bool) -> str:
         """The warning of a load of this save; "": nothing was skipped, and it was not restored often."""
-        return " ".join(self._describe(chosen))
+        return " ".join(self._describe(chosen, is_restore=is_restore))
 
-    def _describe(self, chosen: SaveFound) -> Iterator[str]:
+    def _describe(self, chosen: SaveFound, *, is_restore: bool) -> Iterator[str]:
         name, count = chosen.checkpoint_id, self.count(chosen)
         if self._rejected:
             names = list_some([repr(save.checkpoint_id) for save in self._rejected], _SHOWN_MAX)
@@ -68,7 +68,7 @@ class Guard:
                 f"{name!r} is loaded, as {tried.checkpoint_id!r} was restored {plural(self.count(tried) - 1, 'time')} "
                 f"without a later save (max_tries={self._max_tries}). {_REJECT.format(tried.checkpoint_id)}"
             )
-        elif count >= WARN_AT:
+        elif is_restore and count >= WARN_AT:
             yield (
                 f"{name!r} has now been restored {plural(count, 'time')} without a later save. If the job fails on it each "
                 f"time, `manager.restore(state, max_tries={WARN_AT})` loads an older one. {_REJECT.format(name)}"

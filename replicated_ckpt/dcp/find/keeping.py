@@ -1,5 +1,6 @@
 """Finds the save that a load reads, and has the agents pin it, so that no node removes it."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -7,11 +8,20 @@ from dataclasses import replace
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
-from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ManifestVersionUnknown,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreError,
+)
 from replicated_ckpt.node.state.mark_book import MarkBook
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
+
+log = logging.getLogger(__name__)
 
 SURVEYS_MAX = 3
 """Bound of the surveys of one load, where another job replaces or removes checkpoints meanwhile."""
@@ -89,8 +99,13 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     return {address.node_id for address, is_here in outcome.results.items() if not is_here}, silent
 
 
-def count_restore(book: MarkBook, survey: Survey) -> None:
-    """Notes a restore on this node, where no agent runs that `tell_load` could ask."""
-    if survey.lineages:
-        newest = min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
+def count_restore(store: LocalStore, survey: Survey) -> None:
+    """Notes a restore on this node, where no agent runs that `tell_load` could ask. Only logs if that is impossible."""
+    if not survey.lineages:
+        return
+    newest = min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
+    try:
+        book = MarkBook(store.agent_directory())
         book.note_restores(survey.lineages[0].lineage, newest, survey.found.save_id, survey.restores)
+    except StoreError as exc:
+        log.warning("this restore is not counted: %s", exc)

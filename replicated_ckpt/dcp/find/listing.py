@@ -126,7 +126,7 @@ def look_up(
     """
     try:
         # A look must not pin: no load follows that would end the pin.
-        look = replace(world, is_load=False)
+        look = replace(world, is_load=False, is_restore=False)
         survey = meet(store, look, checkpoint_id, opened_bucket, lineage=lineage)
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc

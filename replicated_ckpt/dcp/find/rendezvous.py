@@ -216,17 +216,14 @@ def _survey_alone(
     agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
 
     def look(silent: Silence) -> Surveyor:
-        return Surveyor(store, own, peers, bucket, lineage=lineage, silent=silent, max_tries=max_tries)
+        return Surveyor(
+            store, own, peers, bucket, lineage=lineage, silent=silent, max_tries=max_tries, is_restore=world.is_restore
+        )
 
     survey = survey_and_keep(look, checkpoint_id, world, {}, () if agent is None else (agent.local_address(),))
-    if (
-        agent is None
-        and world.is_load
-        and survey.restores
-        and not isinstance(store, EmptyStore)
-        and can_hold_agent(store)
-    ):
-        count_restore(MarkBook(store.agent_directory()), survey)  # no agent does it
+    # No agent does it.
+    if agent is None and survey.restores and not isinstance(store, EmptyStore) and can_hold_agent(store):
+        count_restore(store, survey)
     return survey
 
 
@@ -298,7 +295,8 @@ def _survey(
         silent = _introduce(known, openers, world.session, absent)
 
     def look(silent: Silence) -> Surveyor:
-        return Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent, max_tries)
+        found_by = store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent, max_tries
+        return Surveyor(*found_by, is_restore=world.is_restore)
 
     return survey_and_keep(look, ids[0], world, silent)
 

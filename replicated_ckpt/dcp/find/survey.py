@@ -129,9 +129,9 @@ class Survey:
     are the lineages in the directory of the save's id, with the chosen lineage first. `sequence_max` is the largest
     sequence of the chosen lineage. `load_id` is the same on all ranks that load together, and differs between loads.
     `silent` are nodes that answered at first, and then let a time-out pass. `newest_full`: of a save without its optimizer,
-    the newest checkpoint of its run with one, as far as it was seen. `restores`: of "latest", how often the save was
-    restored since the run's newest save, this load included. `guard`: the warning about such restores, and about rejected
-    checkpoints.
+    the newest checkpoint of its run with one, as far as it was seen. `restores`: of a load that counts, how often the save
+    was restored since the run's newest save, this load included. `guard`: the warning about such restores, and
+    about rejected checkpoints.
     """
 
     manifest_raw: str
@@ -196,12 +196,15 @@ class Surveyor:
         seen: Mapping[str, SeenStore] = MappingProxyType({}),
         silent: Mapping[str, ReplicatedCkptError] = MappingProxyType({}),
         max_tries: int | None = None,
+        *,
+        is_restore: bool = False,
     ) -> None:
         """`silent`: the peers that gave no answer a moment ago, with their errors; they are not asked.
 
-        `max_tries`: "latest" skips checkpoints that were restored so often without a later save.
+        `max_tries`: "latest" skips checkpoints that were restored so often without a later save. `is_restore`: the load is
+        to be counted as one more.
         """
-        self._max_tries, self._marks = max_tries, NO_MARKS
+        self._max_tries, self._is_restore, self._marks = max_tries, is_restore, NO_MARKS
         self._silent = silent
         self._seen = {node: store for node, store in seen.items() if node != own_node}  # its own disk is read directly
         self._hung, self._ranks_on = seen.keys(), {*expected}
@@ -321,7 +324,8 @@ class Surveyor:
         """The survey with the warnings about marks, and for "latest" with the number of this restore."""
         save = survey.found
         if self._newest is not None:
-            return replace(survey, restores=guard.count(save), guard=guard.describe(save))
+            count = guard.count(save) if self._is_restore else 0
+            return replace(survey, restores=count, guard=guard.describe(save, is_restore=self._is_restore))
         return replace(survey, guard=describe_rejected(save)) if self._marks.is_rejected(save.save_id) else survey
 
     def _survey_incomplete(self, checkpoint_id: str, passed: Sequence[SkippedSave]) -> Survey:

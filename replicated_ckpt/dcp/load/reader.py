@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -200,8 +201,9 @@ class ReplicatedReader(StorageReader):
                 raise as_checkpoint_exception(exc, self._world.rank) from exc.__cause__
 
     def _meet(self, *, in_step: bool = False) -> None:
-        is_alone = True if find_call() is None else self._no_dist
-        self._world = world_of_call(self._process_group, is_alone)
+        is_restore = find_call() is not None
+        is_alone = self._no_dist if is_restore else True
+        self._world = replace(world_of_call(self._process_group, is_alone), is_restore=is_restore)
         self._under_way.meet(self._world, in_step=in_step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

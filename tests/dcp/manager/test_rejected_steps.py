@@ -11,7 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import CheckpointManager, CheckpointRejected, ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import (
+    CheckpointManager,
+    CheckpointRejected,
+    ReplicatedReader,
+    ReplicatedWriter,
+    export_checkpoint,
+)
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY
@@ -78,13 +84,14 @@ def test_a_rejected_step_is_marked_in_the_bucket(root: Path, tmp_path: Path) -> 
 
 
 def test_max_tries_counts_loads_of_the_newest_alone(root: Path) -> None:
-    """Not those by number, and no mere look; where each step was restored so often, the newest is loaded again."""
+    """Neither those by number nor looks and exports; if each step was restored so often, the newest is loaded again."""
     saved(root, 1, 2)
     with CheckpointManager(root, copies=1) as manager:
         for _ in range(3):
             manager.restore(state(0), 2)
             manager.latest_step()
             manager.all_steps()
+            export_checkpoint("latest", root.parent / "out.pt", format="torch", root=root, overwrite=True)
         assert [manager.restore(state(0), max_tries=1) for _ in range(3)] == [2, 1, 2]
         manager.save(3, state(3))
         assert [manager.restore(state(0), max_tries=1) for _ in range(2)] == [3, 2]
@@ -101,7 +108,7 @@ def test_restores_are_counted_without_an_agent(root: Path) -> None:
     stop_agent(root)
     for number in range(1, 4):
         reader = ReplicatedReader(root, expect_partial=True)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True, action="always") as told:
             dcp.load(state(0), checkpoint_id="latest", storage_reader=reader, no_dist=True)
         warned = [str(one.message) for one in told if one.category is ReplicatedCkptWarning]
         assert ["restored 3 times" in text for text in warned] == [True] * (number == 3)

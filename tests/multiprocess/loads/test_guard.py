@@ -33,16 +33,13 @@ def test_a_job_that_fails_after_each_restore_steps_back(cluster_of: ClusterOf, t
     cluster.nodes[0].lose()
     crash(cluster, [0, 1], told, max_tries=3)  # rank 0 is on the blank node: the other one has the count
     assert read(told, 0) == read(told, 1) == "2 2 2"
-    again = call(guard.restore, max_tries=3)
-    results = cluster.launch([again], nodes=[0])
-    assert results.of(again).agreed() == 1
-    [[warning]] = results.warnings_of(again)
+    again, save, after = (call(guard.restore, max_tries=3, then_save=step) for step in (None, 3, None))
+    results = cluster.launch([again, save, after], nodes=[0, 1])
+    assert [results.of(each).agreed() for each in (again, save, after)] == [1, 1, 3]
+    [warning], others = results.warnings_of(again)
     assert "'step-1' is loaded, as 'step-2' was restored 3 times without a later save (max_tries=3)" in warning
     assert "`replicated-ckpt reject step-2 --root ROOT`" in warning
-    save, after = call(guard.restore, max_tries=3, then_save=3), call(guard.restore, max_tries=1)
-    results = cluster.launch([save, after], nodes=[0, 1])
-    assert (results.of(save).agreed(), results.of(after).agreed()) == (1, 3)
-    assert results.warnings_of(after) == [[], []]
+    assert (others, results.warnings_of(after)) == ([], [[], []])
 
 
 def test_rank_0_warns_of_the_third_restore_without_a_save(cluster_of: ClusterOf) -> None:
