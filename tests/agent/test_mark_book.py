@@ -23,7 +23,7 @@ def test_marks_outlive_the_agent(tmp_path: Path) -> None:
     """Rejections and counts are there after a restart; a file with a flipped bit counts as none."""
     book = MarkBook(tmp_path)
     book.reject([SAVE, OTHER], NO_MARKS, is_rejected=True)
-    book.reject([OTHER], NO_MARKS, is_rejected=False)
+    book.reject([OTHER, "c" * 32], NO_MARKS, is_rejected=False)
     for count in (1, 2):
         book.note_restores(RUN, 7, SAVE, count)
     found = MarkBook(tmp_path).read()
@@ -42,7 +42,10 @@ def test_a_later_change_counts_on_a_node_that_has_missed_others(tmp_path: Path) 
     assert book.read().rejections == {SAVE: 9}
     with pytest.raises(ConfigInvalid, match="sends a false one"):
         book.reject([SAVE], Marks({SAVE: 1 << 53}), is_rejected=True)
+    book.learn([Marks({SAVE: 1 << 53})], {SAVE})
     assert book.read().rejections == {SAVE: 9}
+    book.reject([SAVE], NO_MARKS, is_rejected=False)
+    assert book.read().rejections == {SAVE: 10}
 
 
 def test_a_full_disk_keeps_no_load_and_is_told_of_a_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

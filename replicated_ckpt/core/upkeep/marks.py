@@ -14,6 +14,8 @@ RUNS_MAX = 256
 _COUNTED_MAX = 64
 RESTORES_MAX = 1 << 20
 _REVISION_MAX = 1 << 53
+LEARNED_MAX = 1 << 32
+"""A larger number of changes is not taken over from a peer. So this node's own user can always come after it."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.upkeep.marks import (
+    LEARNED_MAX,
     NO_MARKS,
     REJECTIONS_MAX,
     RESTORES_MAX,
@@ -54,12 +55,14 @@ class MarkBook:
             for save_id in save_ids:
                 rejections.pop(save_id, None)  # to the end, as the newest
                 try:
-                    rejections[save_id] = next_revision(known.get(save_id, 0), is_rejected=is_rejected)
+                    revision = next_revision(known.get(save_id, 0), is_rejected=is_rejected)
                 except ValueError as exc:
                     raise ConfigInvalid(
                         f"The mark of save {save_id} cannot change: the agent of another node sends a false one.",
                         "Run `replicated-ckpt forget NODE` for that node, and set the mark again.",
                     ) from exc
+                if revision:  # else no node has ever had it rejected, and the bucket alone may have a mark
+                    rejections[save_id] = revision
             rejections = dict(list(rejections.items())[-REJECTIONS_MAX:])
             self._keep(Marks(rejections, self._marks.restores))
 
@@ -68,7 +71,7 @@ class MarkBook:
 
         A full book takes no more: a lying peer could otherwise push out the marks of this node's own user.
         """
-        heard = merge_marks(told).rejections
+        heard = {one: number for one, number in merge_marks(told).rejections.items() if number <= LEARNED_MAX}
         with self._lock:
             known = self._marks.rejections
             later = {save_id: heard[save_id] for save_id in here if heard.get(save_id, 0) > known.get(save_id, 0)}
