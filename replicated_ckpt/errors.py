@@ -112,6 +112,21 @@ class CheckpointNotCommitted(CheckpointNotFound):
     )
 
 
+class CheckpointRejected(ReplicatedCkptError):
+    """ "latest" was asked for, and users have rejected every complete checkpoint that was found. None was loaded."""
+
+    default_hint = (
+        "Load one by its id, or end a rejection: `replicated-ckpt reject ID --undo --root ROOT`, or "
+        "`manager.reject(step, undo=True)`."
+    )
+
+    def __init__(self, checkpoint_ids: Sequence[str]) -> None:
+        named = list_some([*map(repr, checkpoint_ids)], _CHOICES_MAX)
+        super().__init__(f"Users have rejected every complete checkpoint that was found: {named}.")
+        self.args = (tuple(checkpoint_ids),)
+        self.checkpoint_ids = tuple(checkpoint_ids)
+
+
 class CheckpointAmbiguous(ReplicatedCkptError):
     """Nodes hold different files of one name for a checkpoint without a manifest: two runs used its id. None was read."""
 

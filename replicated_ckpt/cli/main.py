@@ -22,6 +22,7 @@ VERBS = {
     "verify": "checkpoints.verify",
     "repair": "checkpoints.repair",
     "upload": "checkpoints.upload",
+    "reject": "checkpoints.reject",
     "export": "convert.export",
     "import": "convert.import_",
     "slim": "removal.slim",

@@ -10,7 +10,7 @@ from typing import Any, Self, SupportsIndex
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention, check_callable
+from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention, check_callable, check_number
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.c10d.group_pool import check_ranks_alike
 from replicated_ckpt.dcp.find.listing import Listed
@@ -284,13 +284,24 @@ class CheckpointManager:
     # Restoring ---------------------------------------------------------------------------------------------------
 
     def restore(
-        self, state: dict[str, Any], step: SupportsIndex | None = None, *, planner: LoadPlanner | None = None
+        self,
+        state: dict[str, Any],
+        step: SupportsIndex | None = None,
+        *,
+        max_tries: SupportsIndex | None = None,
+        planner: LoadPlanner | None = None,
     ) -> int | None:
         """Loads a checkpoint into `state`, as `dcp.load` does. Returns its step, or None if there is no `step-<step>`.
 
-        `step` None: the newest complete one. Tensors are filled in place. Other values are replaced in `state`.
+        `step` None: the newest complete one that is not rejected. Tensors are filled in place. Other values are replaced in
+        `state`.
+
+        Nodes count such restores until the next save. From the third of one checkpoint on, rank 0 warns. With `max_tries`,
+        one that was restored so often is skipped: the next older complete one is loaded, or the newest one if all were.
+        Rank 0's `max_tries` counts.
 
         Raises:
+            ConfigInvalid: `max_tries` with a step or a memory tier. CheckpointRejected: without `step`, all are rejected.
             CheckpointNotFound: that step was not saved, or was removed.
             ShardLost: that step is not complete. Without `step`: there are checkpoints, but none is complete.
             StoreUnavailable: no checkpoint was found, and a node or the bucket did not answer.
@@ -298,10 +309,15 @@ class CheckpointManager:
         """
         self._check_open("restore")
         checkpoint_id = None if step is None else id_of(step)
+        tries = None if max_tries is None else check_number("max_tries", max_tries)
+        if tries is not None and checkpoint_id is not None:
+            raise ConfigInvalid(
+                "max_tries is for the newest checkpoint, and a step was passed.", "Pass one of the two."
+            )
         self._settle()
         if checkpoint_id is not None:
             return step_of(self._checkpoints.load(checkpoint_id, state, planner))
-        loaded = self._checkpoints.load_newest(state, planner)
+        loaded = self._checkpoints.load_newest(state, planner, max_tries=tries)
         return None if loaded is None else step_of(loaded)
 
     def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
@@ -347,15 +363,33 @@ class CheckpointManager:
     def best_step(self, metric: str, *, best_is: BestIs = "min") -> int | None:
         """The step with the smallest (or largest) `metric` among those that can be restored, or None if none has it.
 
+        Rejected steps do not count.
+
         Raises:
             ShardLost, StoreUnavailable: as `all_steps`. ConfigInvalid: an argument is invalid.
         """
         self._check_open("best_step")
         policy = Retention(keep_last=1, keep_best=metric, best_is=best_is)
-        saves = [notes_of(step, listed) for step, listed in self._list_steps().items()]
+        saves = [notes_of(step, listed) for step, listed in self._list_steps().items() if not listed.is_rejected]
         ranked = [Candidate(id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
         best = find_best(ranked, policy)
         return None if best is None else find_step(best.checkpoint_id)
+
+    def reject(self, step: SupportsIndex, *, undo: bool = False) -> tuple[str, ...]:
+        """Has `restore` without a step, and every other load of "latest", skip this step; with `undo`, not any more.
+
+        The mark lies on all nodes that answer, and in the bucket. A load by step still takes it, with a warning. A later
+        save of the step is not rejected. Returns the nodes that were not reached, with the reasons. Each learns of the mark
+        once it is back.
+
+        Raises:
+            CheckpointNotFound: no node that answered has the step. AgentUnavailable, StoreError: the mark is not everywhere
+                that answers. Call `reject` again.
+        """
+        self._check_open("reject")
+        checkpoint_id = id_of(step)
+        self._settle()
+        return self._checkpoints.reject(checkpoint_id, is_rejected=not undo)
 
     def delete(self, step: SupportsIndex) -> bool:
         """Removes a step from every node of this job and from the bucket. Returns False if there is none.

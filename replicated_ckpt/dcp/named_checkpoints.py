@@ -22,11 +22,12 @@ from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.memory.tiers import join_left_tier
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.rank_state import RankStatePlanner
+from replicated_ckpt.dcp.rejection import reject_everywhere
 from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import RankFailed, RendezvousFailed, ReplicatedCkptError
+from replicated_ckpt.errors import CheckpointRejected, RankFailed, RendezvousFailed, ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
@@ -120,13 +121,24 @@ class NamedCheckpoints:
             process_group=self._group,
         )
 
-    def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; returns the name of the loaded checkpoint, which differs if `newest` was asked for."""
+    def load(
+        self,
+        checkpoint_id: str,
+        state: dict[str, Any],
+        planner: LoadPlanner | None = None,
+        *,
+        max_tries: int | None = None,
+    ) -> str:
+        """Fills `state`; returns the name of the loaded checkpoint, which differs if `newest` was asked for.
+
+        `max_tries`: `newest` skips a checkpoint that was restored so often without a later save.
+        """
         with self.use_group() as group, contextlib.ExitStack() as stack:
             # A load that fails must not turn the next save into a continuation of that run.
             stack.enter_context(forgotten_on_error(self.writer.store))
             # Also on an error: a lock that stays would keep the checkpoint from being removed.
             stack.callback(self.reader.let_go)
+            self.reader.max_tries = max_tries
             # Without it a save after a rollback would get a sequence below the newest, and "latest" would skip it.
             if not (is_newest(checkpoint_id) or self._is_tier):  # of two tiers the caller has looked at both
                 beside = str(Newest(scope_of(checkpoint_id))) if self.newest == LATEST else self.newest
@@ -142,11 +154,14 @@ class NamedCheckpoints:
         assert self.reader.last_load is not None
         return self.reader.last_load.checkpoint_id
 
-    def load_newest(self, state: dict[str, Any], planner: LoadPlanner | None = None) -> str | None:
-        """Loads the newest whole checkpoint; returns its name. None: there is none at all."""
+    def load_newest(
+        self, state: dict[str, Any], planner: LoadPlanner | None = None, *, max_tries: int | None = None
+    ) -> str | None:
+        """Loads the newest whole checkpoint; returns its name. None: there is none at all. `max_tries`: as of `load`."""
         if self.find(self.newest) is None:
             return None
-        return self.load(self.newest, state, planner)  # by its name alone, another run's of that name might be chosen
+        # By its name alone, another run's of that name might be chosen.
+        return self.load(self.newest, state, planner, max_tries=max_tries)
 
     def find(self, name: str) -> str | None:
         """The checkpoint of this name, or the newest whole one for `newest`; None: there is none.
@@ -171,11 +186,17 @@ class NamedCheckpoints:
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
-        if self.reader.find(self.newest) is None:
-            return ()
+        with contextlib.suppress(CheckpointRejected):  # there are some, and all can be loaded by their names
+            if self.reader.find(self.newest) is None:
+                return ()
         with self.use_group() as group:
             listed = agree_on_first(group, lambda: self.reader.look_alone(partial(list_checkpoints, self.newest)))
         return tuple(each for each in listed if each.is_whole)
+
+    def reject(self, checkpoint_id: str, *, is_rejected: bool) -> tuple[str, ...]:
+        """Has "latest" skip a checkpoint, or not any more; returns the nodes that were not reached, with the reasons."""
+        with self.use_group() as group:
+            return reject_everywhere(self.reader, group, checkpoint_id, is_rejected=is_rejected)
 
     def delete(self, checkpoint_id: str) -> bool:
         """Removes it from every node and the bucket; False: there is none."""

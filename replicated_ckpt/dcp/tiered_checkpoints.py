@@ -38,7 +38,14 @@ from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.staging.stager import Stager, await_device
-from replicated_ckpt.errors import ReplicatedCkptError, ShardLost, StoreUnavailable
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    CheckpointRejected,
+    ConfigInvalid,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreUnavailable,
+)
 from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
@@ -165,7 +172,7 @@ class TieredCheckpoints:
         if not self._is_joined:
             try:
                 self._look(self.newest)
-            except (ShardLost, StoreUnavailable) as exc:  # it is not whole, and still of this run
+            except (CheckpointRejected, ShardLost, StoreUnavailable) as exc:  # it is still of this run
                 if not self._join_locked(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
@@ -237,7 +244,7 @@ class TieredCheckpoints:
         """The checkpoint of this name, or the newest whole one for `newest`, in either tier; None: there is none.
 
         Raises:
-            ShardLost, StoreUnavailable: neither tier has one that is whole, and one of them may have.
+            CheckpointRejected, ShardLost, StoreUnavailable: neither tier has one to load, and one of them may have.
         """
         found = self._look(name)
         return found[0][1].checkpoint_id if found else None
@@ -261,7 +268,7 @@ class TieredCheckpoints:
         """The answers of tiers that have something, memory first; and the errors of the others.
 
         Raises:
-            ShardLost, StoreUnavailable: none has anything, and one may have something.
+            CheckpointRejected, ShardLost, StoreUnavailable: none has anything, and one may have something.
         """
         found: list[tuple[NamedCheckpoints, Answer]] = []
         problems: list[ReplicatedCkptError] = []
@@ -269,7 +276,7 @@ class TieredCheckpoints:
             # One tier that fails must not hide the other: a disk is slow to come back, and memory may have everything.
             try:
                 answer = ask(tier)
-            except (ShardLost, StoreUnavailable) as exc:
+            except (CheckpointRejected, ShardLost, StoreUnavailable) as exc:
                 problems.append(exc)
                 continue
             if answer:
@@ -286,8 +293,15 @@ class TieredCheckpoints:
                 see_newest(lambda: self._look(self.newest))
             return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
 
-    def load_newest(self, state: dict[str, Any], planner: LoadPlanner | None = None) -> str | None:
-        """As NamedCheckpoints, of both tiers."""
+    def load_newest(
+        self, state: dict[str, Any], planner: LoadPlanner | None = None, *, max_tries: int | None = None
+    ) -> str | None:
+        """As NamedCheckpoints, of both tiers. Raises ConfigInvalid: `max_tries`, as each tier counts its own restores."""
+        if max_tries is not None:
+            raise ConfigInvalid(
+                "max_tries does not work with a memory tier, whose restores are counted apart from the disk's.",
+                "Restore without max_tries, and reject a bad step: `manager.reject(step)`.",
+            )
         found = self._look(self.newest)
         return self._load_first(self.newest, found, state, planner) if found else None
 
@@ -334,7 +348,7 @@ class TieredCheckpoints:
             with contextlib.suppress(ShardLost, StoreUnavailable):  # no other one is whole
                 listed = self.memory.list_whole()
             for each in listed:
-                if oldest < each.sequence < first.sequence:
+                if oldest < each.sequence < first.sequence and not each.is_rejected:
                     yield self.memory, each.checkpoint_id, each.sequence
         if on_disk is not None:
             yield self.disk, checkpoint_id, on_disk.sequence
@@ -361,6 +375,19 @@ class TieredCheckpoints:
         lineage = max(listed.values(), key=lambda each: each.created_unix_s).lineage
         ours = [each for each in listed.values() if each.lineage in ("", lineage)]
         return tuple(sorted(ours, key=lambda each: each.sequence, reverse=True))
+
+    def reject(self, checkpoint_id: str, *, is_rejected: bool) -> tuple[str, ...]:
+        """As NamedCheckpoints, in each tier that has it. Raises CheckpointNotFound: neither has."""
+        not_reached: dict[str, None] = {}
+        missing: list[CheckpointNotFound] = []
+        for tier in self._tiers:
+            try:
+                not_reached |= dict.fromkeys(tier.reject(checkpoint_id, is_rejected=is_rejected))
+            except CheckpointNotFound as exc:  # alike on all ranks
+                missing.append(exc)
+        if len(missing) == len(self._tiers):
+            raise missing[0]
+        return tuple(not_reached)
 
     def delete(self, checkpoint_id: str) -> bool:
         """Removes it from both tiers of every node and the bucket; False: there is none."""

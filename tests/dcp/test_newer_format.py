@@ -17,6 +17,7 @@ from replicated_ckpt.core.bucket.commit_mark import MAGIC, MARK_BYTES
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.marks import NO_MARKS
 from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.node.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -108,6 +109,7 @@ def test_in_a_bucket_it_is_neither_damaged_nor_retired(
     newest = replace(manifest, checkpoint_id="step-2", save_id="2" * 32, sequence=2)
     bucket.commit(newest, newest.encode(), METADATA)
     policy = SimpleNamespace(retention=Retention(keep_last=1), revision=9)
-    service: Any = SimpleNamespace(policies=SimpleNamespace(of=lambda *_: policy))
+    marks = SimpleNamespace(read=lambda: NO_MARKS)
+    service: Any = SimpleNamespace(policies=SimpleNamespace(of=lambda *_: policy), marks=marks)
     retire_in_bucket(service, bucket, newest)
     assert {save.checkpoint_id for save in bucket.saves()} == {"step-1", "step-2"}

@@ -110,7 +110,7 @@ class ObjectRoutes:
         match (request.method, *parts):
             case ("GET", "saves", save_id):
                 return self._state(save_id, is_urgent="now" in query)
-            case ("POST", "target" | "probe" | "upload" | "remove" as verb):
+            case ("POST", "target" | "probe" | "upload" | "remove" | "reject" as verb):
                 return self._do(verb, request)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
@@ -141,6 +141,9 @@ class ObjectRoutes:
                 case "remove":
                     with request.heartbeat:
                         return self._remove(fields)
+                case "reject":
+                    with request.heartbeat:
+                        return self._reject(fields)
         raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
 
     def _probe(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,6 +169,15 @@ class ObjectRoutes:
         with self.uploader.paused.hold(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
+
+    def _reject(self, fields: Mapping[str, Any]) -> Answer:
+        """Marks a save in a bucket that this node's own user has named as rejected, or ends that."""
+        checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
+        if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
+            raise ConfigInvalid("reject: no save of a checkpoint is named.")
+        bucket = self.uploader.book.bucket(str(fields["url"]))
+        is_there = bucket.mark_rejected(checkpoint_id, save_id, is_rejected=fields["is_rejected"] is True)
+        return json_answer(is_there=is_there)
 
     def _manifest_of(self, save_id: str) -> Manifest | None:
         """The manifest of a save on this node; None: it is not here."""

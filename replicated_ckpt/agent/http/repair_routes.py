@@ -8,10 +8,18 @@ from replicated_ckpt.agent.http.greeting import CallBacks, heed_goodbye, heed_he
 from replicated_ckpt.agent.http.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.state.rights import Right
-from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.layout import (
+    SEQUENCE_FLOOR_MAX,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_lineage,
+    is_save_id,
+)
+from replicated_ckpt.core.upkeep.marks import merge_marks
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
+from replicated_ckpt.node.peers.watch import HOLDINGS_TIMEOUT_S, ask_holdings, describe_silence
 from replicated_ckpt.node.saves.pins import PIN_S
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import abort_lost
@@ -22,7 +30,8 @@ from replicated_ckpt.stores.local.versions.readers import is_read
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
-from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.wording import one_line
 
 _READER_CHARS_MAX = 256  # a peer chooses it, and it is kept in memory
@@ -57,6 +66,8 @@ class RepairRoutes:
             "remove": self._remove,
             "forget": self._forget,
             "drained": self._drain,
+            "reject": self._reject,
+            "marks": self._fetch_marks,
         }
 
     def answer(self, verb: str, request: Request) -> Answer:
@@ -78,13 +89,19 @@ class RepairRoutes:
         return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A load begins: pins the save that it reads, and notes the largest sequence that it has seen of the lineage."""
+        """A load begins: pins the save that it reads, and notes the largest sequence that it has seen of the lineage.
+
+        `restores`: of a load of "latest", how often the save was restored since the run's last save, this time included.
+        """
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("sequence: no save of a lineage is named.")
-        self._service.hear({lineage: int(fields["sequence"])}, request.peer_host)
+        sequence, restores = int(fields["sequence"]), int(fields.get("restores", 0))
+        self._service.hear({lineage: sequence}, request.peer_host)
         if not fields.get("is_load", True):
             return json_answer()
+        if restores > 0 and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
+            self._service.marks.note_restores(lineage, sequence, save_id, restores)
         self._service.pin(save_id, reader, request.peer_host)
         here = [found for _, found in self._service.store.catalog.versions() if found.save_id == save_id]
         # After the pin: from now on its optimizer stays.
@@ -155,6 +172,39 @@ class RepairRoutes:
             with suppress(StoreError):  # the next look ends it
                 service.store.journal.append_end(save_id, End.REMOVED)
         return json_answer(self._reprotector.wake, is_removed=is_removed, why=why)
+
+    def _reject(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """This node's user has "latest" skip saves, or not any more. The peers that answer then fetch the mark from here.
+
+        Answers which peers have it, and why the others have not: they learn of it in a later round.
+        """
+        save_ids, service = [str(save_id) for save_id in fields["save_ids"]], self._service
+        if not save_ids or not all(map(is_save_id, save_ids)):
+            raise ConfigInvalid("reject: no saves are named.")
+        peers = {peer.node_id: peer for peer in service.peers.read_all() if peer.node_id != service.node_id}
+
+        def tell(node: str) -> None:
+            with AgentClient(peers[node], HOLDINGS_TIMEOUT_S) as client:
+                client.call("POST", "/v1/marks", {"node_id": service.node_id})
+
+        with request.heartbeat:
+            looked = FanOut.run(peers, lambda node: ask_holdings(peers[node]))
+            # After what each of them knows: on a node that was told of an earlier change, this one must count.
+            told = merge_marks(found.node_report.marks for found in looked.results.values())
+            service.marks.reject(save_ids, told, is_rejected=fields["is_rejected"] is True)
+            heard = FanOut.run(looked.results, tell)
+        errors = {**looked.errors, **heard.errors}
+        not_reached = {node: describe_silence(error) for node, error in errors.items()}
+        return json_answer(self._reprotector.wake, reached=sorted(heard.results), not_reached=not_reached)
+
+    def _fetch_marks(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A node of the address book has a new mark. This node asks it: what the sender writes is not believed."""
+        peer = next((one for one in self._service.peers.read_all() if one.node_id == fields["node_id"]), None)
+        if peer is None:
+            raise ConfigInvalid("marks: this node does not know that node.")
+        with request.heartbeat:
+            self._service.learn_marks([ask_holdings(peer).node_report.marks])
+        return json_answer()
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
         """A directory that a user renamed, or copied under another name, is the user's alone."""

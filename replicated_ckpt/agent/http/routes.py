@@ -334,7 +334,8 @@ class Routes:
         answer = {"node_id": self._service.node_id, "holdings": holdings, "unclaimed": unclaimed, "newer": newer}
         if checkpoint_id is not None:
             beside = self._service.store.catalog.newest_of_runs(self._service.node_id, scope_of(checkpoint_id))
-            return json_answer(**answer, node_report={}, beside=[holding.to_json() for holding in beside])
+            told = {"marks": self._service.marks.read().to_json()}
+            return json_answer(**answer, node_report=told, beside=[holding.to_json() for holding in beside])
         room = try_room(self._service.store.root).to_json()
         node_report = replace(self._objects.uploader.node_report(), is_busy=self._reprotector.is_busy)
         return json_answer(**answer, node_report=node_report.to_json(), room=room)

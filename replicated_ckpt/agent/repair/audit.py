@@ -18,6 +18,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.manifests import ManifestBook
 from replicated_ckpt.node.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, describe_silence, parse_node_holdings
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
@@ -181,7 +182,8 @@ class Auditor:
 def read_node_report(store: LocalStore) -> NodeReport:
     """The report from files that this node's last agent wrote, for use when no agent runs. Raises StoreError."""
     policies = PolicyBook(store.root_agent_directory()).read_all()
-    return NodeReport(policies, removed=store.journal.read_removed())
+    marks = MarkBook(store.root_agent_directory()).read()
+    return NodeReport(policies, removed=store.journal.read_removed(), marks=marks)
 
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:

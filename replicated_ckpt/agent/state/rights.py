@@ -118,7 +118,7 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
             return Right.OWNER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
             return Right.PEER
-        case ("POST", "v1", "hello" | "sequence" | "suspects" | "verify" | "repair"):
+        case ("POST", "v1", "hello" | "sequence" | "suspects" | "verify" | "repair" | "marks"):
             return Right.PEER
         case ("POST", "v1", "unmanaged", "verify") | ("POST", "v1", "object", "upload"):
             return Right.PEER

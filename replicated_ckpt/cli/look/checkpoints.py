@@ -23,6 +23,7 @@ from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, find_step, i
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.reading.newest import Newest
+from replicated_ckpt.core.upkeep.marks import Marks, merge_marks
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
@@ -50,7 +51,7 @@ class CheckpointSeen:
     answer. `removed_on` are the nodes whose user has removed the save. `bucket` is "there", "on its way", "not there",
     "unknown", or "" if the save is not meant for a bucket. `is_mendable`: damaged copies of each missing file may together
     make an intact copy. `content`: "full"; "weights" if a node that has it, or else
-    the bucket, has dropped its optimizer; "" if that is unknown.
+    the bucket, has dropped its optimizer; "" if that is unknown. `is_rejected`: a user has "latest" skip it.
     """
 
     checkpoint_id: str
@@ -71,6 +72,7 @@ class CheckpointSeen:
     note: str = ""
     is_mendable: bool = False
     content: str = ""
+    is_rejected: bool = False
 
     @property
     def step(self) -> int | None:
@@ -102,6 +104,9 @@ class CheckpointSeen:
 
     def describe_copies(self, seen: NodesSeen) -> str:
         """The column COPIES: copies seen, copies wanted, and the nodes that may have more but did not answer."""
+        return self._describe_copies(seen) + (", rejected" if self.is_rejected else "")
+
+    def _describe_copies(self, seen: NodesSeen) -> str:
         if self.state in (DAMAGED, UNMANAGED):
             return self.note
         if self.state == IN_BUCKET:
@@ -169,11 +174,15 @@ def list_checkpoints(seen: NodesSeen, there: Sequence[BucketSave] | None = None)
     holdings = seen.holdings + [save.holding for save in there or ()]
     found = saves_found(holdings)
     in_bucket = None if there is None else {(save.checkpoint_id, save.save_id) for save in there}
-    rows = [_see(save, seen, in_bucket) for save in found]
+    # The bucket's marks count unless a node knows that the rejection has ended.
+    marks = merge_marks([seen.marks, Marks({save.save_id: 1 for save in there or () if save.is_rejected})])
+    rows = [_see(save, seen, in_bucket, is_rejected=marks.is_rejected(save.save_id)) for save in found]
     return [*rows, *_list_damaged(seen, {row.checkpoint_id for row in rows})]
 
 
-def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | None) -> CheckpointSeen:
+def _see(
+    save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | None, *, is_rejected: bool
+) -> CheckpointSeen:
     manifest = seen.manifests.get(save.save_id)
     version, nodes = save.version, tuple(holding.node_id for holding in save.holdings)
     row = CheckpointSeen(
@@ -186,6 +195,7 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
         version.order[1],
         note="no node returned its manifest",
         bucket=_bucket_state(save, manifest, seen, in_bucket),
+        is_rejected=is_rejected,
     )
     # The bucket is not a node: what lies there is no copy that a node's loss leaves.
     on_nodes = tuple(holding for holding in save.holdings if holding.node_id != OBJECT_NODE)
@@ -425,7 +435,7 @@ def choose_id(asked: str, rows: Sequence[CheckpointSeen]) -> str | None:
         return asked
     newest = newest.choose_directory(row.checkpoint_id for row in rows)
     fitting = [row for row in rows if newest.fits(row.checkpoint_id)]
-    # "latest" must be one that a load can take: a damaged one may be the newest.
-    whole = (row for row in fitting if not row.is_lost and row.state != DAMAGED)
+    # "latest" must be one that a load can take: a damaged or rejected one may be the newest.
+    whole = (row for row in fitting if not (row.is_lost or row.is_rejected) and row.state != DAMAGED)
     chosen = next(whole, next(iter(fitting), None))
     return None if chosen is None else chosen.checkpoint_id

@@ -16,6 +16,7 @@ from replicated_ckpt.agent.repair.audit import read_node_report
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, find_domains
+from replicated_ckpt.core.upkeep.marks import Marks, merge_marks
 from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.environment import PLAIN_ENV
@@ -97,6 +98,11 @@ class NodesSeen:
     def newer(self) -> list[str]:
         """The checkpoints on the nodes that answered that only a newer version of the package reads."""
         return sorted({checkpoint_id for held in self.holdings_by_node.values() for checkpoint_id in held.newer})
+
+    @cached_property
+    def marks(self) -> Marks:
+        """What the nodes that answered know together: the saves that users have rejected."""
+        return merge_marks(held.node_report.marks for held in self.holdings_by_node.values())
 
     @cached_property
     def retired(self) -> frozenset[str]:

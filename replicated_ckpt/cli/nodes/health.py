@@ -113,6 +113,7 @@ def judge_health(
     notes = [_describe_idle(seen, idle, root)] if is_idle else []
     notes += describe_spare(seen, root, seen.unreached.keys() - needed - idle)
     notes += _describe_diverged(rows, seen)
+    notes += _describe_rejected(rows, root)
     found += [(ExitCode.FAILED, why) for why in degraded]
     return Health(tuple(found), tuple(bad), tuple(notes), is_idle)
 
@@ -171,6 +172,13 @@ def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Itera
         more = f", and those of {plural(others, 'other checkpoint')}" if others else ""
         found = describe_divergences(newest.divergences, newest.host_by_rank)
         yield f"{newest.checkpoint_id}{more}: the save found replicas that differ: {found}"
+
+
+def _describe_rejected(rows: Sequence[CheckpointSeen], root: Path) -> Iterator[str]:
+    names = list(dict.fromkeys(row.checkpoint_id for row in rows if row.is_rejected))
+    if names:
+        undo = f"`replicated-ckpt reject {quote(names[0])} --undo --root {quote(str(root))}`"
+        yield f'rejected, so "latest" skips: {list_some(names, _NAMED_MAX)}. To end that: {undo}'
 
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:

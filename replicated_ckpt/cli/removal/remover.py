@@ -136,6 +136,7 @@ class Remover:
             is_protected=row.state == IN_BUCKET or (row.copies_seen or 0) >= max(1, wanted),
             held_back=NOT_UPLOADED if row.save_id in waiting or row.bucket == "unknown" else "",
             metrics={} if manifest is None else metrics_of(manifest.notes),
+            is_rejected=row.is_rejected,
         )
 
     def find_others(self) -> set[str]:

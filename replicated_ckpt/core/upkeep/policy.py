@@ -8,6 +8,7 @@ from typing import Any
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.upkeep.marks import NO_MARKS, Marks
 
 NODES = ""
 """The tier of the nodes. The object tier is identified by its URL."""
@@ -105,7 +106,7 @@ def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ..
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node's report besides its holdings, on which removals depend: its policies and the state of uploads.
+    """A node's report besides its holdings, on which removals depend: its policies, marks, and the state of uploads.
 
     `uploading`: saves that are not in the bucket yet, to its knowledge. `uploaded`: saves that are in the bucket, or need
     not be. `ordered`: the saves in `uploading` that a user ordered by hand; they count in any case. `removed`: saves that
@@ -124,6 +125,7 @@ class NodeReport:
     absent: frozenset[str] = frozenset()
     is_busy: bool = field(default=False, kw_only=True)
     is_drained: bool = field(default=False, kw_only=True)
+    marks: Marks = field(default=NO_MARKS, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -136,6 +138,7 @@ class NodeReport:
             "absent": sorted(self.absent),
             "is_busy": self.is_busy,
             "is_drained": self.is_drained,
+            "marks": self.marks.to_json(),
         }
 
     @classmethod
@@ -146,6 +149,7 @@ class NodeReport:
             *(_save_ids(fields.get(name, ())) for name in _SAVES),
             is_busy=fields.get("is_busy") is True,
             is_drained=fields.get("is_drained") is True,
+            marks=Marks.from_json(fields["marks"]) if "marks" in fields else NO_MARKS,
         )
 
 

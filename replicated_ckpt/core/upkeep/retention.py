@@ -10,6 +10,7 @@ from replicated_ckpt.core.layout import find_step
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.upkeep.marks import merge_marks
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.wording import plural
@@ -22,6 +23,7 @@ class Candidate:
     `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
     reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
     `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder has it.
+    `is_rejected`: a user has "latest" skip it, so it takes no good checkpoint's place.
     """
 
     checkpoint_id: str
@@ -33,6 +35,7 @@ class Candidate:
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_full: bool = False
     can_slim: bool = False
+    is_rejected: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,25 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 
     With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
     `full_last` whole full ones. The newest full one with all its copies keeps it.
+
+    A rejected save takes no good one's place in any rule, and stays where it would without the mark. So a mark, which a
+    peer may have sent, removes nothing.
     """
     newest_whole: dict[str, int] = {}
-    for candidate in candidates:
+    good = [candidate for candidate in candidates if not candidate.is_rejected]
+    for candidate in good:
         if candidate.is_whole:
             known = newest_whole.get(candidate.checkpoint_id, -1)
             newest_whole[candidate.checkpoint_id] = max(known, candidate.sequence)
     last = sorted(newest_whole.values(), reverse=True)[: retention.keep_last]
     oldest = last[-1] if len(last) == retention.keep_last else None
     # The newest with all copies stays: newer whole ones may have a single copy each.
-    protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
+    protected = _find_protected(candidates) | _find_protected(good)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
-    best = find_best(candidates, retention)
-    drops = _find_dropping(candidates, retention)
+    best = {
+        one.save_id: one for one in (find_best(candidates, retention), find_best(good, retention)) if one is not None
+    }
+    drops = _find_dropping(candidates, good, retention)
     named: set[str] = set()
     verdicts = []
     # Oldest first: whether an older version stays decides on the newer one of its name.
@@ -91,16 +100,19 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     return tuple(reversed(verdicts))
 
 
-def _find_dropping(candidates: Sequence[Candidate], retention: Retention) -> Mapping[str, str]:
-    """By save that loses its optimizer if it is kept, the rule."""
+def _find_dropping(
+    candidates: Sequence[Candidate], good: Sequence[Candidate], retention: Retention
+) -> Mapping[str, str]:
+    """By save that loses its optimizer if it is kept, the rule. `good`: those that count."""
     if retention.full_last is None:
         return {}
-    full = {one.sequence for one in candidates if one.is_full and one.is_whole}
+    full = {one.sequence for one in good if one.is_full and one.is_whole}
     newest = sorted(full, reverse=True)[: retention.full_last]
     if len(newest) < retention.full_last:
         return {}
     # Newer ones may have a single copy each.
-    protected = max((one.sequence for one in candidates if one.is_full and one.is_protected), default=None)
+    protected = _find_protected(one for one in candidates if one.is_full)
+    protected |= _find_protected(one for one in good if one.is_full)
     full_ones = plural(retention.full_last, "full checkpoint")
     rule = f"its weights alone: it is older than {newest[-1]}, of the newest {full_ones}"
     return {
@@ -110,8 +122,13 @@ def _find_dropping(candidates: Sequence[Candidate], retention: Retention) -> Map
         and one.is_whole
         and not one.held_back
         and one.sequence < newest[-1]
-        and one.sequence != protected
+        and one.sequence not in protected
     }
+
+
+def _find_protected(candidates: Iterable[Candidate]) -> set[int]:
+    """The sequence of the newest with all its copies."""
+    return {max(found)} if (found := [one.sequence for one in candidates if one.is_protected]) else set()
 
 
 def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidate | None:
@@ -138,8 +155,8 @@ def _judge_one(
     candidate: Candidate,
     retention: Retention,
     oldest: int | None,
-    protected: int | None,
-    best: Candidate | None,
+    protected: Collection[int],
+    best: Mapping[str, Candidate],
     period: str | None,
 ) -> Verdict:
     sequence, every = candidate.sequence, retention.keep_every
@@ -152,9 +169,9 @@ def _judge_one(
         rule = f"its sequence {sequence} is a multiple of {every}"
     elif period is not None:
         rule = period
-    elif best is not None and candidate.save_id == best.save_id:
-        rule = f"it has the best {retention.keep_best!r} ({best.metrics[retention.keep_best or '']:g})"
-    elif sequence == protected:
+    elif candidate.save_id in best:
+        rule = f"it has the best {retention.keep_best!r} ({candidate.metrics[retention.keep_best or '']:g})"
+    elif sequence in protected:
         rule = "it is the newest that has all its copies"
     elif candidate.held_back:
         rule = candidate.held_back
@@ -314,7 +331,7 @@ def _candidates(
     *,
     in_doubt: bool,
 ) -> Iterator[Candidate]:
-    waiting = pending(node.node_report for node in up)
+    waiting, marks = pending(node.node_report for node in up), merge_marks(node.node_report.marks for node in up)
     unbelieved = {one.checkpoint_id for node in up for one in node.unclaimed if one.is_ours}
     aside = {(held.checkpoint_id, held.lineage) for node in up for held in node.holdings or () if held.is_replaced}
     for save_id, manifest in manifests.items():
@@ -338,6 +355,7 @@ def _candidates(
             metrics=metrics_of(manifest.notes),
             is_full=manifest.weights is not None,
             can_slim=manifest.weights is not None or (manifest.is_slim and any(map(_has_optimizer, holdings[save_id]))),
+            is_rejected=marks.is_rejected(save_id),
         )
 
 
@@ -393,9 +411,11 @@ class Removable:
 def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
     """The chosen checkpoints without which their run would have no whole checkpoint that was seen.
 
-    A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole.
+    A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole. A rejected one
+    replaces none.
     """
-    kept = {save.run for save in saves if save.candidate.is_whole and save.candidate.save_id not in chosen}
+    whole = (save for save in saves if save.candidate.is_whole and not save.candidate.is_rejected)
+    kept = {save.run for save in whole if save.candidate.save_id not in chosen}
     going = (save for save in saves if save.candidate.save_id in chosen)
     return tuple(sorted({s.candidate.checkpoint_id for s in going if s.run not in kept and not s.is_lost}))
 

@@ -17,6 +17,7 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import NODE_NAME, SEQUENCE_FLOOR_MAX, checkpoint_id_under
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import list_domains
+from replicated_ckpt.core.upkeep.marks import NO_MARKS, Marks
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.dcp.runtime.caller import warn
@@ -95,6 +96,7 @@ class SeenStore:
     why: str
     holdings: tuple[Holding, ...]
     unclaimed: tuple[UnclaimedFiles, ...] = ()
+    marks: Marks = NO_MARKS
 
 
 def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:

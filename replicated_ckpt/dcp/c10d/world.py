@@ -45,8 +45,9 @@ def session_of(group_name: str) -> str:
 class World:
     """The ranks of one DCP call. `blackboard` is None for a call on one process alone.
 
-    `is_load`: the nodes pin what is found, as it is read then; a mere look pins nothing. `watched`: the collectives of its
-    group, where they can be watched.
+    `is_load`: the nodes pin what is found, as it is read then; a mere look pins nothing. `is_restore`: they also count it,
+    as a call of DCP fills a state; an export pins, and is not counted. `watched`: the collectives of its group, where they
+    can be watched.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class World:
     blackboard: Blackboard | None
     group_name: str = ALONE
     is_load: bool = True
+    is_restore: bool = False
     watched: WatchedGroup | None = None
 
     @property

@@ -1,5 +1,6 @@
 """Finds the save that a load reads, and has the agents pin it, so that no node removes it."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -7,10 +8,20 @@ from dataclasses import replace
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
-from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ManifestVersionUnknown,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreError,
+)
+from replicated_ckpt.node.state.mark_book import MarkBook
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
+
+log = logging.getLogger(__name__)
 
 SURVEYS_MAX = 3
 """Bound of the surveys of one load, where another job replaces or removes checkpoints meanwhile."""
@@ -60,6 +71,7 @@ def survey_and_keep(
 def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> tuple[set[str], set[str]]:
     """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are newer.
 
+    They also note the number of this restore, if the load asked for "latest". It is the same each time in one load.
     An agent that does not answer is left out: this load reads nothing from it. Returns the nodes that answer that the
     save does not lie there, as every node does for a mere look, or that have dropped its optimizer since they listed it;
     and the nodes that are silent.
@@ -72,7 +84,7 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     # A number that a peer made up must not keep the agents from counting on.
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
-    document["is_load"] = world.is_load
+    document |= {"is_load": world.is_load, "restores": survey.restores}
 
     full = {holding.node_id for holding in survey.found.holdings if not holding.is_slim}
 
@@ -85,3 +97,15 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     outcome = FanOut.run((address for address in addresses if address.node_id not in silent), tell)
     silent |= {address.node_id for address, error in outcome.errors.items() if is_time_out(error)}
     return {address.node_id for address, is_here in outcome.results.items() if not is_here}, silent
+
+
+def count_restore(store: LocalStore, survey: Survey) -> None:
+    """Notes a restore on this node, where no agent runs that `tell_load` could ask. Only logs if that is impossible."""
+    if not survey.lineages:
+        return
+    newest = min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
+    try:
+        book = MarkBook(store.agent_directory())
+        book.note_restores(survey.lineages[0].lineage, newest, survey.found.save_id, survey.restores)
+    except StoreError as exc:
+        log.warning("this restore is not counted: %s", exc)

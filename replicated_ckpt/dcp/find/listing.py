@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Listed:
     """One save of the run. `is_whole`: every shard and the metadata have a copy in a place that was reached.
 
-    `sequence` is its place in its lineage.
+    `sequence` is its place in its lineage. `is_rejected`: "latest" skips it.
     """
 
     checkpoint_id: str
@@ -38,6 +38,7 @@ class Listed:
     notes: Mapping[str, Any]
     lineage: str = ""
     sequence: int = 0
+    is_rejected: bool = False
 
 
 class _Lister(Surveyor):
@@ -68,7 +69,8 @@ class _Lister(Surveyor):
                 manifest, place = forms[0][2], (save.version.lineage, save.sequence)
                 is_whole = any(self._is_whole(form, manifest) for form, _, manifest in forms)
                 of_manifest = manifest.created_unix_s, is_whole, manifest.notes
-                found.append(Listed(manifest.checkpoint_id, *of_manifest, *place))
+                is_rejected = self._marks.is_rejected(save.save_id)
+                found.append(Listed(manifest.checkpoint_id, *of_manifest, *place, is_rejected=is_rejected))
         return tuple(found)
 
     def _is_whole(self, save: SaveFound, manifest: Manifest) -> bool:
@@ -124,7 +126,7 @@ def look_up(
     """
     try:
         # A look must not pin: no load follows that would end the pin.
-        look = replace(world, is_load=False)
+        look = replace(world, is_load=False, is_restore=False)
         survey = meet(store, look, checkpoint_id, opened_bucket, lineage=lineage)
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc

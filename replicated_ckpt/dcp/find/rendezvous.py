@@ -14,6 +14,7 @@ from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.lineage import believe
 from replicated_ckpt.core.reading.newest import Newest, is_newest
+from replicated_ckpt.core.upkeep.marks import Marks
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.dcp.agreement.node_post import NodePost, SeenStore, id_under, register_for_load, remember
@@ -21,7 +22,7 @@ from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
 from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.keeping import Silence, survey_and_keep
+from replicated_ckpt.dcp.find.keeping import Silence, count_restore, survey_and_keep
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
 from replicated_ckpt.errors import (
     CheckpointIdMismatch,
@@ -31,6 +32,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
 )
 from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
@@ -75,20 +77,23 @@ def meet(
     *,
     lineage: str = NEWEST_LINEAGE,
     in_step: bool = False,
+    max_tries: int | None = None,
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
 
+    `max_tries`: as of Surveyor; the coordinator's counts.
     `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
     Raises:
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
     """
     if world.blackboard is None:
-        return _remember(store, _survey_alone(store, world, given_id, opened_bucket(), lineage))
+        return _remember(store, _survey_alone(store, world, given_id, opened_bucket(), lineage, max_tries))
 
     def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
         with translate_errors(str(store.root), "look for", "checkpoints"):
-            return replace(_survey(store, world, posts, opened_bucket(), lineage), load_id=posts[0]["nonce"])
+            found = _survey(store, world, posts, opened_bucket(), lineage, max_tries)
+            return replace(found, load_id=posts[0]["nonce"])
 
     post, failure = _register(store, world, given_id)
     post["in_step"] = in_step
@@ -171,6 +176,7 @@ def _register(
                 post["unclaimed"] = [
                     each.to_json() for each in UnclaimedFilesReader(store, node.node_id).find_files(wanted)
                 ]
+                post["marks"] = MarkBook(store.root_agent_directory()).read().to_json()
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None
@@ -195,7 +201,12 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 
 
 def _survey_alone(
-    store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
+    store: LocalStore,
+    world: World,
+    given_id: str | os.PathLike[str] | None,
+    bucket: Bucket | None,
+    lineage: str,
+    max_tries: int | None,
 ) -> Survey:
     # EmptyStore has no root, and a root that is only read needs no claim.
     if not isinstance(store, EmptyStore) and can_hold_agent(store):
@@ -205,9 +216,15 @@ def _survey_alone(
     agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
 
     def look(silent: Silence) -> Surveyor:
-        return Surveyor(store, own, peers, bucket, lineage=lineage, silent=silent)
+        return Surveyor(
+            store, own, peers, bucket, lineage=lineage, silent=silent, max_tries=max_tries, is_restore=world.is_restore
+        )
 
-    return survey_and_keep(look, checkpoint_id, world, {}, () if agent is None else (agent.local_address(),))
+    survey = survey_and_keep(look, checkpoint_id, world, {}, () if agent is None else (agent.local_address(),))
+    # No agent does it.
+    if agent is None and survey.restores and not isinstance(store, EmptyStore) and can_hold_agent(store):
+        count_restore(store, survey)
+    return survey
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
@@ -259,6 +276,7 @@ def _survey(
     posts: Sequence[Mapping[str, Any]],
     bucket: Bucket | None = None,
     lineage: str = NEWEST_LINEAGE,
+    max_tries: int | None = None,
 ) -> Survey:
     ids = {rank: post["checkpoint_id"] for rank, post in enumerate(posts)}
     if len(set(ids.values())) > 1:
@@ -277,7 +295,8 @@ def _survey(
         silent = _introduce(known, openers, world.session, absent)
 
     def look(silent: Silence) -> Surveyor:
-        return Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent)
+        found_by = store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent, max_tries
+        return Surveyor(*found_by, is_restore=world.is_restore)
 
     return survey_and_keep(look, ids[0], world, silent)
 
@@ -295,7 +314,7 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
             if node.silence:
                 holdings = tuple(map(Holding.from_json, post["holdings"]))
                 unclaimed = tuple(map(UnclaimedFiles.from_json, post["unclaimed"]))
-                seen[node.node_id] = SeenStore(node.silence, holdings, unclaimed)
+                seen[node.node_id] = SeenStore(node.silence, holdings, unclaimed, Marks.from_json(post["marks"]))
     return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
 
 

@@ -15,16 +15,19 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NOD
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.reading.unmanaged_files import UnmanagedCheckpoint, UnmanagedSave
+from replicated_ckpt.core.upkeep.marks import NO_MARKS, Marks, merge_marks
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, note_lost_manifests, with_unclaimed_files
 from replicated_ckpt.dcp.agreement.node_post import SeenStore
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.absence import SkippedSave, describe_silent, describe_skipped, find_unread
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
+from replicated_ckpt.dcp.find.guard import Guard, describe_rejected
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage, note_newest_run
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
+    CheckpointRejected,
     ManifestVersionUnknown,
     ObjectMissing,
     ReplicatedCkptError,
@@ -34,6 +37,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.node.peers.watch import NodeHoldings, parse_node_holdings
 from replicated_ckpt.node.state.damage import DamageBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.files.durable import raise_shortage
@@ -125,7 +129,9 @@ class Survey:
     are the lineages in the directory of the save's id, with the chosen lineage first. `sequence_max` is the largest
     sequence of the chosen lineage. `load_id` is the same on all ranks that load together, and differs between loads.
     `silent` are nodes that answered at first, and then let a time-out pass. `newest_full`: of a save without its optimizer,
-    the newest checkpoint of its run with one, as far as it was seen.
+    the newest checkpoint of its run with one, as far as it was seen. `restores`: of a load that counts, how often the save
+    was restored since the run's newest save, this load included. `guard`: the warning about such restores, and
+    about rejected checkpoints.
     """
 
     manifest_raw: str
@@ -140,6 +146,8 @@ class Survey:
     silent: tuple[str, ...] = ()
     skipped: str = ""
     newest_full: str = ""
+    restores: int = 0
+    guard: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -187,8 +195,16 @@ class Surveyor:
         lineage: str = NEWEST_LINEAGE,
         seen: Mapping[str, SeenStore] = MappingProxyType({}),
         silent: Mapping[str, ReplicatedCkptError] = MappingProxyType({}),
+        max_tries: int | None = None,
+        *,
+        is_restore: bool = False,
     ) -> None:
-        """`silent`: the peers that gave no answer a moment ago, with their errors; they are not asked."""
+        """`silent`: the peers that gave no answer a moment ago, with their errors; they are not asked.
+
+        `max_tries`: "latest" skips checkpoints that were restored so often without a later save. `is_restore`: the load is
+        to be counted as one more.
+        """
+        self._max_tries, self._is_restore, self._marks = max_tries, is_restore, NO_MARKS
         self._silent = silent
         self._seen = {node: store for node, store in seen.items() if node != own_node}  # its own disk is read directly
         self._hung, self._ranks_on = seen.keys(), {*expected}
@@ -249,7 +265,7 @@ class Surveyor:
         # A bucket that hangs must not stop a load whose nodes have everything.
         if not look.is_over_within(LOOK_WITHIN_S):
             self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
-            with contextlib.suppress(CheckpointNotFound, ManifestVersionUnknown, ShardLost):
+            with contextlib.suppress(CheckpointNotFound, CheckpointRejected, ManifestVersionUnknown, ShardLost):
                 survey = self._choose(checkpoint_id, holdings)
                 # A sequence behind the newest that a node reported: the bucket may have that one, and it alone.
                 if survey.is_whole and survey.found.sequence >= self._sequence_max:
@@ -266,24 +282,54 @@ class Surveyor:
             choice = note_newest_run(choice, checkpoint_id, saves_found(self._beside), self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
         passed: list[SkippedSave] = []
+        guard, whole = Guard(self._marks, self._sequence_max, self._max_tries), dict[str, Survey]()
         for save in choice.saves:
             forms = self._find_forms(save)
-            if not forms:
-                # Its manifest was listed, and no copy passes its checks: a newer checkpoint must not vanish without a word.
-                self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
-                passed.append(SkippedSave(save))
-                continue
-            for form, raw, manifest in forms:
-                bad, seen = form.damaged_copies, with_unclaimed_files(form, manifest, self.unclaimed)
-                # Whole is not enough: ranks whose agents hang read their own disks only, and need the metadata there.
-                if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
-                    told = describe_skipped(seen, passed, self._places(), self._find_unread())
-                    if self._newest is not None:
-                        told = told or describe_silent(seen, manifest, self._own_node, self._searched)
-                    survey = self._survey(seen.holdings, raw, seen.save_id)
-                    return replace(survey, skipped=told, newest_full=self._find_newest_full(manifest))
-            form, raw, manifest = forms[0]
-            passed.append(SkippedSave(with_unclaimed_files(form, manifest, self.unclaimed), raw, manifest))
+            survey = self._find_whole(forms, passed)
+            if survey is None:
+                passed.append(self._note_skipped(save, forms))
+            elif self._newest is not None and guard.skips(save):
+                whole[save.save_id] = survey
+            else:
+                return self._warn(survey, guard)
+        if guard.tried:
+            return self._warn(whole[guard.tried[0].save_id], guard)
+        guard.raise_if_rejected()
+        return self._survey_incomplete(checkpoint_id, passed)
+
+    def _find_whole(
+        self, forms: Sequence[tuple[SaveFound, str, Manifest]], passed: Sequence[SkippedSave]
+    ) -> Survey | None:
+        """The survey of a save that can be loaded, in its first form that is whole; None: none is."""
+        for form, raw, manifest in forms:
+            bad, seen = form.damaged_copies, with_unclaimed_files(form, manifest, self.unclaimed)
+            # Whole is not enough: ranks whose agents hang read their own disks only, and need the metadata there.
+            if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
+                told = describe_skipped(seen, passed, self._places(), self._find_unread())
+                if self._newest is not None:
+                    told = told or describe_silent(seen, manifest, self._own_node, self._searched)
+                survey = self._survey(seen.holdings, raw, seen.save_id)
+                return replace(survey, skipped=told, newest_full=self._find_newest_full(manifest))
+        return None
+
+    def _note_skipped(self, save: SaveFound, forms: Sequence[tuple[SaveFound, str, Manifest]]) -> SkippedSave:
+        if not forms:
+            # Its manifest was listed, and no copy passes its checks: a newer checkpoint must not vanish without a word.
+            self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
+            return SkippedSave(save)
+        form, raw, manifest = forms[0]
+        return SkippedSave(with_unclaimed_files(form, manifest, self.unclaimed), raw, manifest)
+
+    def _warn(self, survey: Survey, guard: Guard) -> Survey:
+        """The survey with the warnings about marks, and for "latest" with the number of this restore."""
+        save = survey.found
+        if self._newest is not None:
+            count = guard.count(save) if self._is_restore else 0
+            return replace(survey, restores=count, guard=guard.describe(save, is_restore=self._is_restore))
+        return replace(survey, guard=describe_rejected(save)) if self._marks.is_rejected(save.save_id) else survey
+
+    def _survey_incomplete(self, checkpoint_id: str, passed: Sequence[SkippedSave]) -> Survey:
+        """The survey of a checkpoint that was asked for by its id, where none is whole. Raises as `survey`."""
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         # The most precise reason first: a newer format, then a damaged manifest, then nothing at all.
         if not lost:
@@ -356,6 +402,7 @@ class Surveyor:
         if checkpoint_id is not None:
             self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
         self.unclaimed += UnclaimedFilesReader(self._store, self._own_node).find_files(checkpoint_id)
+        marks = [MarkBook(self._store.root_agent_directory()).read(), *(store.marks for store in self._seen.values())]
         self.newer.record_newer(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
         self._searched |= absence.name_own_store(self._store, self._own_node)
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
@@ -376,8 +423,10 @@ class Surveyor:
             holdings += found.holdings
             self._beside += found.beside
             self.unclaimed += found.unclaimed
+            marks.append(found.node_report.marks)
             self._searched[node] = self._by_node[node].label
             self.newer.record_newer(self._searched[node], *found.newer)
+        self._marks = merge_marks(marks)
         self.unanswered = dict(outcome.errors)
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
@@ -403,6 +452,7 @@ class Surveyor:
                 self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: {save.problem}")
                 log.warning("%s", self._problems[-1])
         self._in_bucket = {save.save_id: save for save in found if not save.problem}
+        self._marks = merge_marks([self._marks, Marks({one.save_id: 1 for one in found if one.is_rejected})])
         return [save.holding for save in self._in_bucket.values()]
 
     def _not_reached(self, node: str, place: str) -> None:

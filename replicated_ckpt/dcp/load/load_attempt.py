@@ -185,9 +185,13 @@ class LoadAttempt:
         parts: ReaderParts,
         given_id: str | os.PathLike[str] | None,
         keep_report: Callable[[LoadReport], None],
+        max_tries: int | None = None,
     ) -> None:
-        """`keep_report` takes what this rank read, and at the coordinator again with what all ranks read."""
-        self._parts = parts
+        """`keep_report` takes what this rank read, and at the coordinator again with what all ranks read.
+
+        `max_tries`: "latest" skips a checkpoint that was restored so often without a later save.
+        """
+        self._parts, self._max_tries = parts, max_tries
         self._store = parts.store
         self._given_id = given_id
         self._keep_report = keep_report
@@ -220,7 +224,8 @@ class LoadAttempt:
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
         try:
-            self._found = meet(self._store, world, self._given_id, bucket, lineage=lineage, in_step=in_step)
+            given_id, tries = self._given_id, self._max_tries
+            self._found = meet(self._store, world, given_id, bucket, lineage=lineage, in_step=in_step, max_tries=tries)
             self._silent |= {*self._found.silent} - {self._own_node}  # this node's disk is read without its agent
             self._keep_here(self._found.found)
         except AgreedError as exc:
@@ -278,6 +283,8 @@ class LoadAttempt:
             warn(self._survey.unmanaged_warning, self._parts.made_at)
         if self._survey.skipped and self._world.is_coordinator:
             warn(self._survey.skipped, self._parts.made_at)
+        if self._survey.guard and self._world.is_coordinator:
+            warn(self._survey.guard, self._parts.made_at)
         if len(self._survey.lineages) > 1:
             warn(describe_lineages(self._survey.lineages), self._parts.made_at)
         return metadata

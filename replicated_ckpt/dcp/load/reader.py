@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -87,6 +88,8 @@ class ReplicatedReader(StorageReader):
         check_callable("on_load", on_load)
         self.config = ReaderConfig(None if root is None else check_root(root), object_store, lineage)
         self.last_load: LoadReport | None = None
+        self.max_tries: int | None = None
+        """Of the next load of "latest": it skips a checkpoint that was restored so often without a later save."""
         self._process_group = process_group
         self._no_dist = no_dist
         target = ObjectTarget.check_given(object_store, storage_options)
@@ -112,7 +115,8 @@ class ReplicatedReader(StorageReader):
         return f"<ReplicatedReader({self.config.root!r}{bucket})>"
 
     def _begin(self, given_id: str | os.PathLike[str] | None) -> LoadAttempt:
-        attempt = self._attempt_by_thread[threading.get_ident()] = LoadAttempt(self._parts, given_id, self._keep_report)
+        attempt = LoadAttempt(self._parts, given_id, self._keep_report, self.max_tries)
+        self._attempt_by_thread[threading.get_ident()] = attempt
         return attempt
 
     def _find_own(self) -> LoadAttempt:
@@ -197,8 +201,9 @@ class ReplicatedReader(StorageReader):
                 raise as_checkpoint_exception(exc, self._world.rank) from exc.__cause__
 
     def _meet(self, *, in_step: bool = False) -> None:
-        is_alone = True if find_call() is None else self._no_dist
-        self._world = world_of_call(self._process_group, is_alone)
+        is_restore = find_call() is not None
+        is_alone = self._no_dist if is_restore else True
+        self._world = replace(world_of_call(self._process_group, is_alone), is_restore=is_restore)
         with self._under_way.reporting_failure():
             self._under_way.meet(self._world, in_step=in_step)
 

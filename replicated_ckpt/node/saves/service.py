@@ -15,6 +15,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_F
 from replicated_ckpt.core.lineage import History, merge_histories
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer
+from replicated_ckpt.core.upkeep.marks import Marks
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -33,6 +34,7 @@ from replicated_ckpt.node.saves.receive import Intake, Received, receive_file, r
 from replicated_ckpt.node.saves.request_body import Body
 from replicated_ckpt.node.saves.submissions import Submissions
 from replicated_ckpt.node.state.damage import DamageBook
+from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.node.state.sequence_floor import ReservedSequences, SequenceFloor
 from replicated_ckpt.stores.files.locks import exclusive
@@ -64,6 +66,7 @@ class NodeService:
         self.unclaimed = UnclaimedFilesReader(store, self.node_id)
         self.sequence_floor = SequenceFloor(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
+        self.marks = MarkBook(store.agent_directory())
         self.in_doubt = InDoubtSaves()
         self.pins = Pins()
         self.figures = Figures()
@@ -172,6 +175,12 @@ class NodeService:
         for lineage, sequence in [*((one.lineage, one.sequence) for one in versions), *staged]:
             here[lineage] = max(here.get(lineage, 0), sequence)
         return here
+
+    def learn_marks(self, told: Iterable[Marks]) -> None:
+        """Takes over the marks of other nodes on saves that lie here."""
+        told = [marks for marks in told if marks.rejections]
+        if told:  # else the catalog need not be read
+            self.marks.learn(told, {manifest.save_id for _, manifest in self.store.catalog.versions()})
 
     def open_in_store(self, intent: Intent) -> None:
         """The step of `begin` that makes the save visible on disk."""

@@ -9,6 +9,7 @@ from replicated_ckpt.core.bucket.commit_mark import CommitMark
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.parts import Part, part_of_shard
+from replicated_ckpt.core.upkeep.marks import Marks
 from replicated_ckpt.core.upkeep.policy import NodeReport, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
@@ -62,7 +63,8 @@ def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[st
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
     absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)
     saves = uploading, uploaded, ordered, removed, unable, absent
-    return NodeReport(service.policies.read_all(), *saves, is_drained=service.is_drained)
+    marks = service.marks.read()
+    return NodeReport(service.policies.read_all(), *saves, is_drained=service.is_drained, marks=marks)
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
@@ -77,8 +79,12 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     # The newest save of a run is always wanted: listing the bucket would only cost time.
     if newest is None or manifest.sequence >= newest.sequence:
         return
-    own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics_of(manifest.notes))
-    for verdict in _judge(service.policies, bucket, manifest, own):
+    marks, metrics = service.marks.read(), metrics_of(manifest.notes)
+    is_rejected = marks.is_rejected(manifest.save_id)
+    own = Candidate(
+        manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics, is_rejected=is_rejected
+    )
+    for verdict in _judge(service.policies, marks, bucket, manifest, own):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
             remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
             raise SaveAborted(
@@ -126,7 +132,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
     """
     refusals, gone = list[StoreDenied](), set[str]()
     try:
-        for verdict in _judge(service.policies, bucket, manifest):
+        for verdict in _judge(service.policies, service.marks.read(), bucket, manifest):
             # A bucket with legal holds refuses each deletion: asking for all of them takes hours.
             if len(refusals) == _REFUSED_MAX or (verdict.is_kept and not verdict.drops_optimizer):
                 continue
@@ -153,7 +159,9 @@ def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
         log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
 
-def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: Candidate) -> Sequence[Verdict]:
+def _judge(
+    policies: PolicyBook, marks: Marks, bucket: Bucket, manifest: Manifest, *besides: Candidate
+) -> Sequence[Verdict]:
     """The verdicts on this run's saves in the bucket, and on those `besides`, by the policy of this node's ranks.
 
     Empty if there is no policy, or if the run has gone on without this node: its policy may have changed.
@@ -161,14 +169,14 @@ def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: C
     policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
     if policy is None or policy.retention is None:
         return ()
-    there = _list_candidates(bucket, manifest, policy.retention)
+    there = _list_candidates(bucket, manifest, policy.retention, marks)
     if any(one.sequence > policy.revision for one in there):
         log.info("nothing is removed from %s: its newest saves may have another policy", bucket.client.target.url)
         return ()
     return judge([*besides, *there], policy.retention)
 
 
-def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence[Candidate]:
+def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention, marks: Marks) -> Sequence[Candidate]:
     """The committed saves of the same run. Those without a mark are not ours: they neither count nor are removed.
 
     Metrics lie in the manifests, which are read where the policy goes by one.
@@ -188,7 +196,10 @@ def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention) -
         has_optimizer = any(part_of_shard(name) is Part.OPTIMIZER for name in save.sizes)
         is_full = has_optimizer and not mark.is_slim
         named = save.checkpoint_id, save.save_id, mark.sequence
-        return Candidate(*named, metrics=metrics(save), is_full=is_full, can_slim=has_optimizer)
+        is_rejected = marks.is_rejected(save.save_id) or save.is_rejected
+        return Candidate(
+            *named, metrics=metrics(save), is_full=is_full, can_slim=has_optimizer, is_rejected=is_rejected
+        )
 
     return [
         candidate(save, save.mark)

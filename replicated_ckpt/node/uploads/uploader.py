@@ -342,6 +342,8 @@ class Uploader:
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         # Every shard was seen intact: only now may the bucket's commit mark appear.
         bucket.commit(manifest, raw_manifest, raw_metadata)
+        if self._service.marks.read().is_rejected(save_id):
+            bucket.mark_rejected(manifest.checkpoint_id, save_id, is_rejected=True)
         # The user may have removed the save meanwhile: the upload must not bring it back.
         withdraw_removed(self._service, bucket, manifest, self._look)
         uploads = self._read_uploads()

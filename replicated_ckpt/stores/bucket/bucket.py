@@ -4,6 +4,7 @@
 <id>/.manifest.json              the manifest, of a save that found the id free
 <id>/<save_id>/...               the same of a save that may replace another
 <id>/.metadata                   the commit mark, written last: it names one save
+<id>/.rejected.<save_id>         a user has "latest" skip that save
 """
 
 import contextlib
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 SLIM_MANIFEST_NAME = ".manifest.weights.json"
 """Of a save without its optimizer, until `.manifest.json` is its manifest, too."""
+_REJECTED = ".rejected."
 _TAIL_BYTES = 64 << 10
 _OTHER_RUN = (
     "Give each run its own prefix. To upload this save there, run `replicated-ckpt upload ID --root ROOT --to URL`."
@@ -116,11 +118,13 @@ class Bucket:
             if not exc.detail.startswith(ARCHIVED):
                 raise
             is_ours, mark, problem = True, None, f"it is archived, and must be restored there ({exc.detail})"
+        is_rejected = mark is not None and f"{_REJECTED}{mark.save_id}" in sizes
         if mark is not None and mark.has_own_prefix:
             sizes = self.client.list_keys(f"{checkpoint_id}/{mark.prefix}").sizes
         shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
         is_torn = is_ours and mark is None
-        return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), problem if is_torn else "")
+        metadata_bytes, problem = size - (MARK_BYTES if mark else 0), problem if is_torn else ""
+        return BucketSave(checkpoint_id, mark, shards, metadata_bytes, problem, is_rejected)
 
     def is_empty(self, checkpoint_id: str) -> bool:
         """Whether no object lies under a checkpoint's name. Raises if the bucket cannot be reached."""
@@ -317,13 +321,26 @@ class Bucket:
         for exc in tidied.errors.values():  # only logged: credentials that may write often may not list uploads
             log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
+    def mark_rejected(self, checkpoint_id: str, save_id: str, *, is_rejected: bool) -> bool:
+        """Marks a save that is committed here, or ends that; returns whether it is here. Another save is left alone."""
+        there, key = self.save_of(checkpoint_id), f"{checkpoint_id}/{_REJECTED}{save_id}"
+        if there is None or there.save_id != save_id:
+            return False
+        if is_rejected:
+            self.client.put(key, b"rejected\n")
+        else:
+            self.client.delete([key])
+        return True
+
     def remove(self, save: BucketSave) -> None:
         """Deletes a checkpoint, its mark first: after an interruption at any point the rest is not a checkpoint."""
         self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
         self._remove_files(save)
 
     def _remove_files(self, save: BucketSave) -> None:
-        """Deletes all files but the mark, which the caller has deleted."""
+        """Deletes all files but the commit mark, which the caller has deleted."""
+        if save.is_rejected:
+            self.client.delete([f"{save.checkpoint_id}/{_REJECTED}{save.save_id}"])
         self.remove_described(f"{save.checkpoint_id}/{save.mark.prefix if save.mark else ''}", save.sizes)
 
     def remove_described(self, directory: str, shards: Iterable[str]) -> None:

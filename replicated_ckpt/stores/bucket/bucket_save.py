@@ -19,7 +19,7 @@ class BucketSave:
     """One committed checkpoint in the bucket. `mark` is None for a checkpoint that stock torch wrote.
 
     `problem` is not empty if the checkpoint has a manifest of this package and cannot be identified: its `.metadata` has
-    lost the commit mark or is archived, or its mark is OF_NEWER_FORMAT.
+    lost the commit mark or is archived, or its mark is OF_NEWER_FORMAT. `is_rejected`: a user has "latest" skip it.
     """
 
     checkpoint_id: str
@@ -29,6 +29,7 @@ class BucketSave:
     metadata_bytes: int
     """Bytes of `.metadata` without the mark."""
     problem: str = ""
+    is_rejected: bool = False
 
     @property
     def save_id(self) -> str:

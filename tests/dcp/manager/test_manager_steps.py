@@ -187,6 +187,7 @@ def test_a_closed_manager_says_so(root: Path) -> None:
         "async_save": (2, state(2)),
         "keep_best": ("loss",),
         "delete": (1,),
+        "reject": (1,),
         "restore": (state(0),),
         "restore_latest": (state(0),),
         "latest_step": (),

@@ -1,0 +1,133 @@
+"""The marks that a node keeps and takes over: across restarts, on a full disk, and from peers that lie."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.core.upkeep.marks import NO_MARKS, REJECTIONS_MAX, RUNS_MAX, Marks
+from replicated_ckpt.errors import ConfigInvalid, StoreDenied, StoreError, StoreFull
+from replicated_ckpt.node.peers.watch import ask_holdings
+from replicated_ckpt.node.state import state_file
+from replicated_ckpt.node.state.mark_book import NAME, MarkBook
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import RunningAgent, peers_of, running_agent
+from tests.agent.checkpoints import checkpointed
+from tests.agent.repair.test_reprotect import PAIR, stores
+
+RUN, SAVE, OTHER = "1" * 16, "a" * 32, "b" * 32
+
+
+def test_marks_outlive_the_agent(tmp_path: Path) -> None:
+    """Rejections and counts are there after a restart; a file with a flipped bit counts as none."""
+    book = MarkBook(tmp_path)
+    book.reject([SAVE, OTHER], NO_MARKS, is_rejected=True)
+    book.reject([OTHER, "c" * 32], NO_MARKS, is_rejected=False)
+    for count in (1, 2):
+        book.note_restores(RUN, 7, SAVE, count)
+    found = MarkBook(tmp_path).read()
+    assert found == book.read()
+    assert (found.is_rejected(SAVE), found.is_rejected(OTHER)) == (True, False)
+    assert found.count_restores(RUN, 7, SAVE) == 2
+    path = tmp_path / NAME
+    path.write_text(path.read_text().replace(SAVE, OTHER))
+    assert MarkBook(tmp_path).read() == NO_MARKS
+
+
+def test_a_later_change_counts_on_a_node_that_has_missed_others(tmp_path: Path) -> None:
+    """What other nodes know is outdone: the new mark is the last word for all of them."""
+    book = MarkBook(tmp_path)
+    book.reject([SAVE], Marks({SAVE: 8}), is_rejected=True)
+    assert book.read().rejections == {SAVE: 9}
+    with pytest.raises(ConfigInvalid, match="sends a false one"):
+        book.reject([SAVE], Marks({SAVE: 1 << 53}), is_rejected=True)
+    book.learn([Marks({SAVE: 1 << 53})], {SAVE})
+    assert book.read().rejections == {SAVE: 9}
+    book.reject([SAVE], NO_MARKS, is_rejected=False)
+    assert book.read().rejections == {SAVE: 10}
+
+
+def test_a_full_disk_keeps_no_load_and_is_told_of_a_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count, and what peers say, hold until the end of the agent; its user's rejection fails, and has not happened."""
+
+    def refuse(*_: object) -> None:
+        raise StoreFull("disk", "write", NAME, "no space left")
+
+    book = MarkBook(tmp_path)
+    monkeypatch.setattr(state_file, "write_file", refuse)
+    book.note_restores(RUN, 7, SAVE, 1)
+    book.learn([Marks({SAVE: 1})], {SAVE})
+    with pytest.raises(StoreError):
+        book.reject([OTHER], NO_MARKS, is_rejected=True)
+    assert book.read().rejections == {SAVE: 1}
+    assert book.read().count_restores(RUN, 7, SAVE) == 1
+
+
+def test_peers_fill_no_book(tmp_path: Path) -> None:
+    """Marks of saves that are not here are not kept; a full book takes no more from peers, and still its own user's."""
+    book, saves = MarkBook(tmp_path), [f"{number:032x}" for number in range(REJECTIONS_MAX + 9)]
+    book.learn([Marks(dict.fromkeys(saves, 1))], {SAVE})
+    assert book.read() == NO_MARKS
+    book.learn([Marks(dict.fromkeys(saves, 1))], dict.fromkeys(saves))
+    assert len(book.read().rejections) == REJECTIONS_MAX
+    book.learn([Marks({SAVE: 1})], {SAVE})
+    assert not book.read().is_rejected(SAVE)
+    book.reject([SAVE], NO_MARKS, is_rejected=True)
+    assert book.read().is_rejected(SAVE)
+    for number in range(RUNS_MAX + 9):
+        book.note_restores(f"{number:016x}", 1, SAVE, 1 << 40)
+    assert len(MarkBook(tmp_path).read().restores) == RUNS_MAX
+    assert len(MarkBook(tmp_path).read().rejections) == REJECTIONS_MAX
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[list[RunningAgent], str]]:
+    """Two agents that know each other and have one checkpoint; its save."""
+    nodes: list[LocalStore] = stores(tmp_path, 2)
+    save_id = checkpointed(nodes, 7, PAIR, size_bytes=3000).save_id
+    with running_agent(nodes[0].root) as one, running_agent(nodes[1].root) as other:
+        for agent in (one, other):
+            with agent.client() as client:
+                client.call("POST", "/v1/peers", {"peers": peers_of(one, other), "session": "s"})
+        yield [one, other], save_id
+
+
+def is_rejected(agent: RunningAgent, save_id: str) -> bool:
+    return ask_holdings(agent.endpoint.address()).node_report.marks.is_rejected(save_id)
+
+
+def test_a_peer_is_asked_and_not_believed(pair: tuple[list[RunningAgent], str]) -> None:
+    """A peer's token rejects nothing: it only has a node ask another one that it knows, which has its own user's marks."""
+    (one, other), save_id = pair
+    with one.peer() as peer:
+        with pytest.raises(StoreDenied, match="OWNER"):
+            peer.call("POST", "/v1/reject", {"save_ids": [save_id], "is_rejected": True})
+        told = {"rejections": {save_id: 1}, "restores": {}}
+        peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": told, **told})
+        with pytest.raises(ConfigInvalid, match="does not know"):
+            peer.call("POST", "/v1/marks", {"node_id": "stranger"})
+    assert not is_rejected(one, save_id)
+
+
+def test_the_users_mark_is_on_both_nodes_at_once(pair: tuple[list[RunningAgent], str]) -> None:
+    """Set on one and ended on the other; each answer names who has it. An old mark that comes back changes nothing."""
+    agents, save_id = pair
+    for setter, rejected in ((0, True), (1, False), (1, True), (0, False)):
+        agent, peer = agents[setter], agents[1 - setter]
+        with agent.client() as client:
+            answer = client.call("POST", "/v1/reject", {"save_ids": [save_id], "is_rejected": rejected})
+        assert (answer["reached"], answer["not_reached"]) == ([peer.endpoint.node_id], {})
+        assert [is_rejected(each, save_id) for each in agents] == [rejected] * 2
+    path = agents[0].root / ".agent" / NAME
+    assert json.loads(path.read_text())["marks"]["rejections"] == {save_id: 4}
+
+
+def test_what_is_no_save_is_not_rejected(pair: tuple[list[RunningAgent], str]) -> None:
+    """Nothing is marked by a request that names none, or something else."""
+    (agent, _), _ = pair
+    with agent.client() as client:
+        for save_ids in ([], ["../x"], [SAVE, "step-1"]):
+            with pytest.raises(ConfigInvalid, match="no saves are named"):
+                client.call("POST", "/v1/reject", {"save_ids": save_ids, "is_rejected": True})
+    assert not (agent.root / ".agent" / NAME).exists()

@@ -1,0 +1,55 @@
+"""Steps: a job that fails after its restore, again and again; and rejected steps."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replicated_ckpt import CheckpointManager
+from tests.steps.context import Context
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), float(step)), "step": step}
+
+
+def save(context: Context, steps: list[int], copies: int = 2) -> None:
+    with CheckpointManager(context.root, copies=copies, preempt_on=()) as manager:
+        for step in steps:
+            manager.save(step, _state(step))
+
+
+def restore(context: Context, max_tries: int | None = None, then_save: int | None = None) -> int | None:
+    """The step that was restored, as its values show, too."""
+    found = _state(0)
+    with CheckpointManager(context.root, preempt_on=()) as manager:
+        step = manager.restore(found, max_tries=max_tries)
+        assert found["step"] == step
+        assert float(found["weights"].mean()) == step
+        if then_save is not None:
+            manager.save(then_save, _state(then_save))
+    return step
+
+
+def crash_after_restore(context: Context, told: str, max_tries: int | None = None) -> None:
+    """As a job whose first step after the restore fails: nothing is saved, and no rank ends in good order."""
+    step = restore(context, max_tries=max_tries)
+    with Path(f"{told}-{context.rank}").open("a") as file:
+        file.write(f"{step} ")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reject(context: Context, number: int, by_name: int) -> dict[str, Any]:
+    """Who was not reached, what "latest" is then, and that the step `by_name` can still be loaded."""
+    with CheckpointManager(context.root, preempt_on=()) as manager:
+        not_reached = list(manager.reject(number))
+        found = {"not_reached": not_reached, "latest": manager.latest_step(), "all": list(manager.all_steps())}
+        assert manager.restore(_state(0), by_name) == by_name
+    return found
+
+
+def look(context: Context) -> int | None:
+    with CheckpointManager(context.root, preempt_on=()) as manager:
+        return manager.latest_step()
