@@ -167,7 +167,7 @@ def test_the_command_marks_and_the_others_show_it(
     assert code == ExitCode.OK
     undo = f"`replicated-ckpt reject step-2 --undo --root {root}`"
     assert f'note: rejected, so "latest" skips: step-2. To end that: {undo}' in told
-    code, told = run("reject", "step-2", "--undo", "--json")
+    code, told = run("reject", "step-2", "--undo", "-o", "json")
     assert json.loads(told)["buckets"] == [bucket]
     assert "rejected" not in run("ls", "--object-store", bucket)[1]
     assert run("reject", "step-9")[0] == ExitCode.NOT_FOUND

@@ -210,8 +210,9 @@ class Job:
             *,
             lineage: str,
             in_step: bool = False,
+            max_tries: int | None = None,
         ) -> Survey:
-            assert not in_step, "each rank passes an id"
+            assert (in_step, max_tries) == (False, None), "each rank passes an id"
             if not surveys:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
