@@ -1,6 +1,6 @@
 """The exchange: of the data that several ranks of a node need, one rank fetches it, and the others copy it from its cache.
 
-docs/reading.md, "Each block comes to a node once", has its invariants.
+docs/reading.md, "How bytes are read", has its invariants.
 """
 
 import logging
