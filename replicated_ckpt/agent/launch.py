@@ -60,7 +60,7 @@ def await_departure(directory: Path) -> bool:
     agent = _leaving.pop(directory, None)
     if agent is None:
         return False
-    log.info("a save waits for the agent of %s to exit, which is stopping", directory.parent)
+    log.info("a save waits until the stopping agent of %s has exited", directory.parent)
     wait_until_gone(directory, agent)
     return True
 

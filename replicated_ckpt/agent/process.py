@@ -257,7 +257,7 @@ class Agent:
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
         except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
-            log.error("exits without knowing what is unfinished: %s", exc)  # noqa: TRY400 - it explains itself
+            log.error("exits, and could not determine which saves are unfinished: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _open_server(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._uploader)

@@ -41,7 +41,7 @@ class Divergence:
         at += f", from byte {self.first_byte}" if self.first_byte else ""
         saved, *others = self.groups
         same = [rank for rank in saved if rank != self.saved_by]
-        alike = f", as {_name_ranks(same, host_by_rank)} has it" if same else ""
+        alike = f"; the same bytes on {_name_ranks(same, host_by_rank)}" if same else ""
         differing = list_some([_name_ranks(group, host_by_rank) for group in others], _RANKS_NAMED_MAX)
         return f"{self.fqn}{at}: saved from {_name_ranks([self.saved_by], host_by_rank)}{alike}; other bytes on {differing}"
 

@@ -44,7 +44,7 @@ def see_newest(look: Callable[[], object]) -> None:
     except (RendezvousFailed, RankFailed):
         raise
     except ReplicatedCkptError as exc:  # alike on all ranks
-        log.info("before loading an older checkpoint, the newest one is unknown: %s", exc)
+        log.info("could not find the newest checkpoint before loading an older one: %s", exc)
 
 
 class NamedCheckpoints:

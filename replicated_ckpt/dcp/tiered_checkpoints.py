@@ -253,7 +253,7 @@ class TieredCheckpoints:
         """The saves of this name in each tier, the newer one first."""
         found, problems = self._ask_each(lambda tier: tier.reader.find(name))
         for problem in problems:
-            log.warning("one tier is not used, and %s: %s", name, one_line(problem))
+            log.warning("one tier did not answer, and %s is looked for in the other: %s", name, one_line(problem))
         versions = [save.version for _, save in found]
         found.sort(key=lambda each: is_older(each[1].version, versions))
         if found:

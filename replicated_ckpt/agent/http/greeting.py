@@ -77,10 +77,10 @@ class CallBacks:
             raise _refusal(
                 # Made-up senders must not push out the debts of real ones.
                 node_id,
-                f"{sender} sends greetings in this node's name more than once in {INTERVAL_S:.0f} s",
+                f"{sender} sends greetings in this node's name more often than every {INTERVAL_S:.0f} s",
             )
         if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
-            raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender greet")
+            raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender have sent greetings")
         self._paid_until[pair] = due
 
     def _has_room(self, sender: str) -> bool:
@@ -88,7 +88,7 @@ class CallBacks:
 
 
 def _refusal(node_id: str, why: str) -> StoreUnavailable:
-    return StoreUnavailable("this agent", "hear", f"node {node_id[:80]}", why, _HINT)
+    return StoreUnavailable("this agent", "check the greeting of", f"node {node_id[:80]}", why, _HINT)
 
 
 GREETING_TIMEOUT_S = 2.0
@@ -126,7 +126,7 @@ class Greeter:
         try:
             thread.start()
         except (RuntimeError, MemoryError) as exc:  # ends no agent: each peer is greeted once it answers
-            log.warning("greets its peers later, as it cannot start a thread: %s", exc)
+            log.warning("greets its peers later, because it cannot start a thread: %s", exc)
         return thread
 
     def greet_all(self) -> None:
@@ -181,7 +181,7 @@ class Greeter:
         try:
             FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
         except StoreError as exc:  # of the address book
-            log.warning("exits without a goodbye: %s", exc)
+            log.warning("exits, and could not announce that to its peers: %s", exc)
 
     def _tell(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
@@ -217,11 +217,11 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         raise book.duplicate_nodes.record_duplicate(known, announced)
     # It still answers at the known address: a greeting from elsewhere is a thief's, or of an earlier start.
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
-        raise _denial(said, "it still answers at its known address, and denies the change")
+        raise _denial(said, "the agent at its known address still answers, and denies the change")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
     if not found:
         log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
-        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not confirm this")
+        raise _denial(said, f"the agent at {announced.host}:{announced.port} does not confirm it")
     book.learn(found[:1])
 
 
@@ -234,9 +234,11 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     try:
         found = ask_who(known)
     except ReplicatedCkptError as exc:
-        raise _denial(said, f"its certificate changed, and no agent answers with the known one: {exc.message}") from exc
+        raise _denial(
+            said, f"its certificate changed, and no agent shows the known certificate: {exc.message}"
+        ) from exc
     if found != Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
-        raise _denial(said, "its certificate changed, and the agent with the known one does not confirm this")
+        raise _denial(said, "its certificate changed, and the agent with the known certificate does not confirm that")
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
 
@@ -252,10 +254,10 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
         try:
             found = ask_who(known)
         except ReplicatedCkptError as exc:
-            raise _denial(said, f"called back, it does not confirm its exit: {exc.message}") from exc
+            raise _denial(said, f"its agent does not confirm that it exits: {exc.message}") from exc
     is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
     if not is_leaving:
-        raise _denial(said, "called back, it does not confirm its exit")
+        raise _denial(said, "its agent does not confirm that it exits")
     book.leave(known.node_id)
 
 
@@ -269,4 +271,4 @@ def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
 
 
 def _denial(said: AgentAddress, why: str) -> StoreDenied:
-    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, INTRODUCE_HINT)
+    return StoreDenied("this agent", "check the greeting of", f"node {said.node_id}", why, INTRODUCE_HINT)

@@ -39,7 +39,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
             opened = partial(_open_at_peer, service.peers.address_of(str(fields["from"])), save_id)
     # A negative size would pass every bound below.
     if wanted.size_bytes < 0:
-        raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
+        raise PeerProtocolError(f"{wanted.size_bytes} bytes is not a possible size of .metadata.")
     service.check_open(save_id)
     with taking_metadata(service.store.intent_of(save_id), wanted.size_bytes):
         pass  # refuses a size over the bound before any byte is copied

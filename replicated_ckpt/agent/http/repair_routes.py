@@ -95,7 +95,7 @@ class RepairRoutes:
         """
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
-            raise ConfigInvalid("sequence: no save of a lineage is named.")
+            raise ConfigInvalid("The request `sequence` names no save of a lineage.")
         sequence, restores = int(fields["sequence"]), int(fields.get("restores", 0))
         self._service.hear({lineage: sequence}, request.peer_host)
         if not fields.get("is_load", True):
@@ -111,7 +111,7 @@ class RepairRoutes:
         """A load has read bad bytes of this node: the file is read again here, and mended if it is bad."""
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
-            raise ConfigInvalid("suspects: no file of a checkpoint is named.")
+            raise ConfigInvalid("The request `suspects` names no file of a checkpoint.")
         self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", ""), _WHY_CHARS_MAX))
         return json_answer()
 
@@ -125,7 +125,7 @@ class RepairRoutes:
         """The operator gives nodes up for lost: a save that is in doubt only for them is settled."""
         save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
         if not is_save_id(save_id) or not lost:
-            raise ConfigInvalid("abort-lost: a save and the nodes that are lost must be named.")
+            raise ConfigInvalid("The request `abort-lost` names no save, or no lost nodes.")
         with request.heartbeat:
             waits_for = abort_lost(self._service, save_id, lost)
         return json_answer(self._reprotector.wake, waits_for=list(waits_for))
@@ -137,7 +137,7 @@ class RepairRoutes:
         """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
-            raise ConfigInvalid("remove: no save of a checkpoint is named.")
+            raise ConfigInvalid("The request `remove` names no save of a checkpoint.")
         self._refuse_renamed(checkpoint_id, save_id)
         if fields.get("session"):
             service.pins.end(str(fields["session"]))

@@ -131,7 +131,7 @@ class Mender:
         """
         if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._store.journal.read_removed():
             raise SaveAborted(
-                f"{checkpoint_id!r} (save {manifest.save_id}) was removed by this node's user.",
+                f"This node's user has removed {checkpoint_id!r} (save {manifest.save_id}).",
                 "To restore it, move its directory back under the root.",
             )
 

@@ -228,7 +228,7 @@ class Reprotector:
         # A load on a thousand ranks reports the same file a thousand times.
         if self._service.damage.is_known(checkpoint_id, save_id, name):
             return
-        log.info("will be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
+        log.info("reads again, as a peer reported it as bad: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
         self._suspects.append((checkpoint_id, save_id, name))
         self.wake()
 

@@ -307,7 +307,7 @@ def _left_aside(
     for save_id in sorted(manifests.keys() - judged):
         old, held = manifests[save_id], holdings[save_id]
         if old.checkpoint_id in going and all(one.is_replaced for one in held) and not _copies(old, held):
-            rule = "its replacement is removed, and this is a part of it"
+            rule = "the version that replaced it is removed, and this one is incomplete"
             yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule)
 
 

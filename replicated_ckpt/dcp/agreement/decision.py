@@ -327,11 +327,12 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
         count = len({node.domains[0] for node in decision.nodes})
         is_named = any(node.domain for node in decision.nodes)
         places = plural(count, "failure domain" if is_named else "host")
+        one_place = "in one domain" if is_named else "on one host"
         found.append(
-            f"the {len(decision.nodes)} nodes of this save are {('in' if is_named else 'on')} {places}. For "
-            f"{len(placement.shared_domain)} of them, two copies of a shard share one, and are lost with it. Start "
-            "ranks on more hosts. If nodes of one host fail independently, name a failure domain for each: "
-            f"ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
+            f"the {len(decision.nodes)} nodes of this save are {('in' if is_named else 'on')} {places}. For the shards of "
+            f"{plural(len(placement.shared_domain), 'node')}, two copies lie {one_place}, "
+            "and are lost with it. Start ranks on more hosts. If nodes of one host fail independently, name a failure "
+            f"domain for each: ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
         )
     # A store whose ranks have different boot ids is mounted on several hosts: its copies are lost together.
     boots: dict[str, set[str]] = {}

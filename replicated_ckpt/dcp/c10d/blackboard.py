@@ -95,7 +95,9 @@ _POLL_PER_RANK_S = 0.001
 PACKED_FROM_BYTES = 4096
 """From here on a message is compressed, and a decision that still is so large is read once a node."""
 _LATE_COORDINATOR = "Read the log of rank 0, and check whether its process is stopped; then save or load again."
-_LATE_RANK = "This rank was too slow, and the others continued without it. Find what stops it, then save or load again."
+_LATE_RANK = (
+    "This rank was too slow, and the others continued without it. Find out what delays it, then save or load again."
+)
 _REPLACED = (
     "Another program writes to this job's c10d store, and may have restored a post of an earlier run. Give "
     "each job its own store, which only its ranks reach."
@@ -464,7 +466,9 @@ def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> 
     note is of this run of the job: an old note can make its call fail, and no more.
     """
     if decision is not None and "error" not in decision:
-        raise PeerProtocolError(f"The value of '{topic}/absent/{rank}' on the c10d store is not an error.")
+        raise PeerProtocolError(
+            f"The value of '{topic}/absent/{rank}' on the c10d store is not the description of an error."
+        )
 
 
 def check_all_posted(

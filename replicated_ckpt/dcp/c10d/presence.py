@@ -177,7 +177,7 @@ def check_is_rank() -> None:
     """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
     if _KNOWN.is_inherited():
         raise ConfigInvalid(
-            "This process was forked from a rank. Its process groups belong to that rank, and no other rank meets "
-            "this process there.",
+            "This process was forked from a rank. Its process groups belong to that rank, so it cannot exchange messages "
+            "with other ranks.",
             "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
         )

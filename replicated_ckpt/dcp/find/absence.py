@@ -198,8 +198,8 @@ def describe_skipped(
     sentences = [f"{_name(chosen)} is loaded, the newest complete checkpoint."]
     if newer:
         missing = list_some(newer[0].missing, _SHOWN_MAX)
-        others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')}" if newer[1:] else ""
-        sentences.append(f"Of {_name(newer[0].save)} no intact copy was found of {missing}{others}.")
+        others = f"; {plural(len(newer) - 1, 'other newer checkpoint')} incomplete, too" if newer[1:] else ""
+        sentences.append(f"Newer, but without an intact copy of {missing}: {_name(newer[0].save)}{others}.")
     if unread:
         named = list_some([*map(repr, unread)], _SHOWN_MAX)
         sentences.append(f"Possibly newer, but without a valid manifest: {named}.")

@@ -51,7 +51,7 @@ class ItemReader:
             raise ObjectUnsafe(name, f"shard {source}", exc.keys) from exc
         # Intact by its checksum: it was saved wrongly, or .metadata describes another item.
         except (ValueError, RuntimeError) as exc:
-            raise ObjectCorrupt(source, "load", name, f"its bytes are intact, but are no tensor: {exc}") from exc
+            raise ObjectCorrupt(source, "load", name, f"its bytes are intact, but not a tensor: {exc}") from exc
         # copy_ would broadcast a smaller tensor without a word.
         if tuple(tensor.size()) != tuple(item.lengths):
             shapes = f"it has the shape {tuple(tensor.size())}, but the metadata has {tuple(item.lengths)}"

@@ -139,7 +139,7 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 def _check_hashes(offsets: Sequence[torch.Size]) -> None:
     """Bounds how many offsets hash alike, so that no dictionary of them gets slow. Called before one is made."""
     if max(Counter(map(hash, offsets)).values(), default=0) > COLLISIONS_MAX:
-        raise MetadataUnsafe("The .metadata has offsets that were chosen to hash alike.")
+        raise MetadataUnsafe("The .metadata has too many offsets that hash alike.")
 
 
 class _Located:
@@ -278,9 +278,9 @@ def _give_chunks(
     counts, shapes = parts[0].tolist(), parts[1].tolist()
     # The pickle and the columns are two parts of one file: each may claim other numbers.
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:
-        raise ColumnsInvalid("they do not have as many tensors or items as they say")
+        raise ColumnsInvalid("their count of tensors or items is wrong")
     if sum(count * shape for count, shape in zip(counts, shapes, strict=True)) != parts[5].size:
-        raise ColumnsInvalid("they do not have as many offsets as they say")
+        raise ColumnsInvalid("their count of offsets is wrong")
     made, at = {}, 0
     for (name, entry), count, shape in zip(tensors.items(), counts, shapes, strict=True):
         if not count:

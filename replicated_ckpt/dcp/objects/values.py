@@ -135,7 +135,7 @@ class Values:
             for key in keys:
                 hash(key)
         except TypeError as exc:
-            raise PickleUnsafe(f"has a key that is none: {exc}") from exc
+            raise PickleUnsafe(f"has an invalid key in a dictionary or set: {exc}") from exc
         # Before a dictionary is filled: keys that hash alike make that quadratic.
         self.check_keys(keys)
         return keys

@@ -163,7 +163,7 @@ class ObjectValues(Values):
         elif not arguments or (len(arguments) == 1 and type(arguments[0]) is bytes):
             data = b"".join(arguments)
         else:
-            raise PickleUnsafe("holds bytes that are none")
+            raise PickleUnsafe("holds bytes in an invalid form")
         return bytearray(data) if key == _BYTEARRAY else data
 
     def _sparse(self, node: Made) -> torch.Tensor:
@@ -177,7 +177,7 @@ class ObjectValues(Values):
                 )
             return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True, device="cpu")
         except (RuntimeError, TypeError, ValueError, IndexError) as exc:
-            raise PickleUnsafe(f"holds a sparse tensor that is none: {exc}") from exc
+            raise PickleUnsafe(f"holds an invalid sparse tensor: {exc}") from exc
 
 
 def _check_call(node: Made, key: Key) -> None:
@@ -190,7 +190,7 @@ def _check_call(node: Made, key: Key) -> None:
     if key == _OF_TYPE:
         rebuild = node.arguments[0] if node.arguments else None
         if type(rebuild) is not Named or not rebuild.path.startswith(_REBUILDS):
-            raise PickleUnsafe(f"has {path} call what rebuilds no tensor")
+            raise PickleUnsafe(f"lets {path} call a function that rebuilds no tensor")
 
 
 _MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
@@ -221,14 +221,14 @@ def numpy_value(node: Made, key: Key, of: Of) -> Any:
         raise
     # A forged type or shape fails in numpy, in any of these ways.
     except (ValueError, TypeError, OverflowError, LookupError, AttributeError) as exc:
-        raise PickleUnsafe(f"holds a value of numpy that is none: {exc}") from exc
+        raise PickleUnsafe(f"holds an invalid numpy value: {exc}") from exc
 
 
 def _array(node: Made, of: Of) -> Any:
     kind = node.arguments[0] if node.arguments else None
     # A subclass could run code of its own.
     if type(kind) is not Named or (kind.module, kind.name) != _NDARRAY or type(node.state) is not tuple:
-        raise PickleUnsafe("holds an array of a class of its own")
+        raise PickleUnsafe("holds an array of a subclass of numpy.ndarray")
     _, shape, described, is_fortran, data = node.state
     dtype, raw = _dtype(described, of), of(data)
     if type(raw) is not bytes:

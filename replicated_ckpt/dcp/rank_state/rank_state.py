@@ -187,7 +187,7 @@ class WorldSizeChanged(ReplicatedCkptError):
 
     def __init__(self, saved: Sequence[int], now: int) -> None:
         by = " or ".join(str(world) for world in saved)
-        had = f"The checkpoint has the own state of each of {by} ranks" if by else "The checkpoint has no RankState"
+        had = f"The checkpoint has a RankState of each of {by} ranks" if by else "The checkpoint has no RankState"
         super().__init__(f"{had}, and {now} {'rank loads' if now == 1 else 'ranks load'} it.")
         self.args = (tuple(saved), now)
         self.saved = tuple(saved)

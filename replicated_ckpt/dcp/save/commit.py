@@ -250,7 +250,7 @@ def lay_out(
     # A rank that wrote nothing of what it planned would make a checkpoint that no load can read.
     unwritten = paths - set(shards)
     if unwritten:
-        raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
+        raise SaveAborted(f"No rank has reported {sorted(unwritten)} as written for save {decision.save_id}.")
     if same is not None:
         return same, replace(same, save_id=decision.save_id, checkpoint_id=decision.checkpoint_id)
     share_parts(metadata)
@@ -358,7 +358,7 @@ def _describe_outcome(manifest: Manifest, committed: Committed, why: str) -> str
     """The future of a save that is decided, and not published where it should be."""
     nodes = sorted(committed.error_by_node)
     return (
-        f"The decision of save {manifest.save_id} is durable on the coordinator's node: node {', '.join(nodes)} publishes "
-        f"it once it reaches a node that has, unless a newer save of {manifest.checkpoint_id!r} is whole by then. Until "
-        f"every shard is published, the previous version is kept, too. {why}"
+        f"The decision of save {manifest.save_id} is durable on the coordinator's node. Node {', '.join(nodes)} publishes "
+        f"the save once it reaches a node that has published it, unless a newer save of {manifest.checkpoint_id!r} is "
+        f"complete by then. Until every shard is published, the previous version is kept, too. {why}"
     )

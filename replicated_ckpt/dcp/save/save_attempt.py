@@ -114,8 +114,9 @@ class WriterParts:
 
 
 _OWN_OBJECTS_HINT = (
-    "Only the first rank named for each is in the checkpoint, and every rank will load that one's. Save what belongs to "
-    "a rank in a RankState; name the others in may_differ=[...]. Each is named once."
+    "The checkpoint has only the object of the first rank that is named for each entry, and every rank will load that "
+    "one. Save what belongs to one rank in a RankState. Name other entries that may differ in may_differ=[...]. A "
+    "process warns once of each entry."
 )
 _SAID_WITHIN_S = 1.0
 
@@ -177,7 +178,7 @@ def collect_receipts(
     # A rank that was slow may still have its post of the save before.
     stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
     if stale:
-        raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
+        raise SaveAborted(f"Ranks {stale} have not reported their shards for save {decision.save_id}.")
     addresses = [AgentAddress.from_json(post["address"]) for post in posts]
     silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
     silence = {node: why for node, why in silence.items() if why}
@@ -571,12 +572,11 @@ class SaveAttempt:
         name = self._decision.checkpoint_id
         if tensors:
             found, hint = describe_divergences(tensors, self._hosts), ReplicasDiverged.default_hint
-            self._warn(
-                [f"replicas have diverged: {found}. {name} has the bytes of the first rank named for each. {hint}"]
-            )
+            saved = f"{name} has the bytes of the first rank that is named for each entry"
+            self._warn([f"replicas have diverged: {found}. {saved}. {hint}"])
         if objects:
             found = describe_divergences(objects, self._hosts)
-            self._warn([f"ranks save other objects under one name: {found}. {_OWN_OBJECTS_HINT}"])
+            self._warn([f"ranks save different objects under one name: {found}. {_OWN_OBJECTS_HINT}"])
 
     @property
     def _hosts(self) -> Mapping[int, str]:
@@ -594,7 +594,7 @@ class SaveAttempt:
         own_node = decision.node_of(self._world.rank).node_id
         addresses = [] if self._world.blackboard is None else [node.address for node in decision.nodes]
         check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
-        log.warning("%s exists, but parts of it are lost: it is saved anew", decision.checkpoint_id)
+        log.warning("%s exists, but parts of it are lost: this save replaces it", decision.checkpoint_id)
         self._cluster.abort(decision.save_id, "it is opened again, to replace a lost checkpoint")
         # A new id: nodes remember the aborted one, and never open it again.
         self._decision = replace(decision, save_id=uuid.uuid4().hex, overwrite=True)

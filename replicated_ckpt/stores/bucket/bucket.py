@@ -138,7 +138,7 @@ class Bucket:
             ManifestInvalid: its checksum differs from the mark's. ObjectMissing: stock torch's checkpoint has no manifest.
         """
         if save.mark is None:
-            raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "none")
+            raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "no such file")
         directory = f"{save.checkpoint_id}/{save.mark.prefix}"
         if save.mark.is_slim:
             # Until its optimizer's removal is complete, the other name may have the full save's; then this one is missing.

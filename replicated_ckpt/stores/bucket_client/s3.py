@@ -304,7 +304,7 @@ class S3Client:
                 raise self._refused(op, key, detail, _NOT_BELIEVED_HINT) from None
             raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
         except (botocore.parsers.ResponseParserError, LookupError, TypeError, ValueError, AttributeError) as exc:
-            detail = self.target.scrub(f"its answer makes no sense: {type(exc).__name__}: {exc}")[:400]
+            detail = self.target.scrub(f"its answer is not valid: {type(exc).__name__}: {exc}")[:400]
             raise StoreError(self.target.url, op, key, detail) from None
 
     def _error_of(self, exc: botocore.exceptions.ClientError, op: str, key: str) -> StoreError:

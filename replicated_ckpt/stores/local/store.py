@@ -469,7 +469,7 @@ class LocalStore:
             ObjectMissing: the file is not here, or only other saves are. ManifestVersionUnknown
         """
         if not is_checkpoint_file(name):
-            raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
+            raise ObjectMissing(str(self.root), "open", name, "this is not a file of a checkpoint")
         self.final(checkpoint_id)  # refuses what is not an id
         manifest: Manifest | None = None
         try:

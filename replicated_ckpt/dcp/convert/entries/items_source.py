@@ -148,7 +148,7 @@ class ItemsSource:
             tensor = self._tensors.read_tensor(raw)
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(
-                self._label, "convert", entry.key, f"its bytes are no tensor: {exc}", _HINT_ITEM
+                self._label, "convert", entry.key, f"its bytes are not a tensor: {exc}", _HINT_ITEM
             ) from exc
         # Intact bytes of another tensor: copied, they would be wrong numbers without a word.
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:

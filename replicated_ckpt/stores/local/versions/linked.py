@@ -63,7 +63,7 @@ def link_shard(
         with exclusive(catalog.root / STAGING_DIR):
             entry = catalog.manifest_of(source.checkpoint_id, source.save_id).shards.get(source.name)
             if entry is None or (entry.size_bytes, entry.crc32c) != (source.size_bytes, source.crc32c):
-                raise ObjectMissing(root, "link", label, f"not of save {source.save_id}")
+                raise ObjectMissing(root, "link", label, f"it is not of save {source.save_id}")
             with (
                 open_directory(catalog.root, source.checkpoint_id) as directory,
                 closing_fd(directory.open(source.name)) as fd,
