@@ -395,9 +395,7 @@ class SaveAttempt:
             self._parts.object_tier.note_committed()
 
     def end(self) -> None:
-        """Coordinator: ends the save. If each rank reports in DCP's last collective, that follows; otherwise this rank
-        reports now.
-        """
+        """Coordinator: ends the save. Ranks report in DCP's last collective; if none follows, this rank reports now."""
         if not self._is_followed:
             self._report_committed()
 
