@@ -1,4 +1,4 @@
-"""The code that every training script would write around `dcp.save` and `dcp.load`: when, which, and on a signal."""
+"""The code that every training script would otherwise write around `dcp.save` and `dcp.load`."""
 
 import contextlib
 import os

@@ -36,7 +36,7 @@ _NAME_CHARACTERS = 80
 
 
 class ArchiveDamaged(ValueError):
-    """Bytes begin as a zip container, but not as `torch.save` writes one. The message continues after a subject."""
+    """Bytes begin as a zip container, but are not one as `torch.save` writes it. The message is the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Sizes and offset, those that do not fit into 32 bits taken from the record's ZIP64 field."""
+    """Sizes and offset. Those that do not fit into 32 bits are taken from the record's ZIP64 field."""
     position, wide = 0, b""
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
@@ -219,7 +219,9 @@ class OwnFooter:
 
 
 def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
-    """The footer of a file, recognized by its last bytes, or by its size if that is the items' size and a footer's."""
+    """The footer of a file, recognized by its last bytes, or by the file's size, if that is the size of its items and a
+    footer.
+    """
     # Stock torch writes an empty file for a rank without items.
     if size_bytes < FOOTER_TAIL_BYTES:
         return OwnFooter()
