@@ -113,7 +113,9 @@ def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> boo
 
 
 def check_running(directory: Path, endpoint: Endpoint) -> None:
-    """Raises ConfigInvalid: this process cannot talk to the agent, which is newer, or older and was started to stay."""
+    """Raises ConfigInvalid: this process cannot use the agent, which has a newer protocol, or an older one and was
+    started to stay.
+    """
     if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
         raise ConfigInvalid(
             f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
@@ -343,14 +345,14 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
 
 
 class _Outliving(subprocess.Popen[bytes]):
-    """A process that outlives this one. Without the ResourceWarning, which `python -W error` would raise."""
+    """A process that outlives this one. It raises no ResourceWarning, which `python -W error` would turn into an error."""
 
     def __del__(self) -> None:
         super().__del__(_warn=lambda *_, **__: None)  # type: ignore[call-arg]  # CPython's own, as of 3.11 to 3.14
 
 
 def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]":
-    """Starts the process of an agent, in a session of its own, as it outlives this process. `log`: where it writes."""
+    """Starts the process of an agent, in a session of its own, because it outlives this process. `log`: its log file."""
     return _Outliving(
         [*isolated_python(), *arguments],
         stdin=subprocess.DEVNULL,  # it must not read what is typed for the job

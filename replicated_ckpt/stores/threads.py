@@ -105,7 +105,9 @@ def _tell_autogroup(niceness: int) -> None:
 
 
 def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:
-    """The error as one of our classes. Others, as MemoryError, cannot be sent: the connection would break."""
+    """The error as one of this package's classes. Others, such as MemoryError, cannot be sent: the connection would
+    break.
+    """
     if isinstance(error, ReplicatedCkptError):
         return error
     if isinstance(error, OSError):

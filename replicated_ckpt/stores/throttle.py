@@ -35,7 +35,7 @@ class Pace:
         """Waits until `size_bytes` more are allowed.
 
         Raises:
-            Stopped: the agent is told to stop meanwhile.
+            Stopped: the agent was asked to stop meanwhile.
         """
         with self._lock:
             now = time.monotonic()

@@ -73,7 +73,7 @@ class Connections:
             log.warning("%d connections are open: closing those that have waited longest", self._maximum)
 
     def secure(self, peer: Any, stream: socket.socket) -> None:
-        """The connection goes on over TLS."""
+        """The connection continues over TLS."""
         with self._lock:
             if peer in self._open:
                 self._open[peer].stream = stream

@@ -136,7 +136,7 @@ class Greeter:
             log.warning("greets its peers later: %s", exc)
 
     def greet(self, nodes: Collection[str]) -> None:
-        """Greets those of these nodes that have not heard this agent since it started."""
+        """Greets those of these nodes that this agent has not greeted since it started."""
         with self._lock:
             # The set itself: `announce` replaces it, and what is heard now does not count for the new one.
             unheard = self._missing
@@ -174,7 +174,8 @@ class Greeter:
             return sorted(self._refusals.values())
 
     def say_goodbye(self) -> None:
-        """Tells every known peer that this agent leaves with its disk intact. A peer that is not reached sees only silence.
+        """Announces to every known peer that this agent exits with its disk intact. A peer that it does not reach sees
+        a silent node.
 
         Until this returns the agent must answer: each peer calls back.
         """
@@ -192,12 +193,12 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     """Calls a known node back after a greeting, and stores its new address if the agent there confirms it.
 
     A node that answers at its known address has not moved, whatever was announced. The host changes only if the node's
-    certificate is pinned: over plain HTTP a thief of the token could redirect every peer to himself. An agent may
+    certificate is pinned: over plain HTTP, a thief of the token could redirect every peer to his own host. An agent may
     count fewer starts than the known one, if its disk was restored from a backup.
 
     Raises:
-        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: so has nothing,
-        as two agents of that node run. StoreUnavailable: it was not called back, as too many are.
+        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: two agents of
+            that node run; nothing has changed. StoreUnavailable: too many nodes are being called back.
     """
     known = _identify_named(book, said)
     # A renewed certificate: only the agent that still shows the known one may vouch for the new one.
@@ -243,11 +244,11 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
 
 
 def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
-    """Calls a known node back after a goodbye, and notes that it is away if its agent confirms that it leaves.
+    """Calls a known node back after a goodbye. If its agent confirms that it exits, records that the node is away.
 
     Raises:
-        StoreDenied: it does not say so; nothing has changed. Silent, it counts as any node that fell silent.
-        StoreUnavailable: it was not called back, as too many are.
+        StoreDenied: the agent does not confirm it; nothing has changed. If it then stops answering, it counts as any
+            silent node. StoreUnavailable: too many nodes are being called back.
     """
     known = _identify_named(book, said)
     with call_backs.take_turn(known.node_id, from_host):

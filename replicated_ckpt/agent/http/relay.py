@@ -25,9 +25,9 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     """Stages `.metadata` of an open save, copied from another agent or from another save here. Durable afterwards.
 
     Raises:
-        PeerProtocolError: the request does not say what from where. ObjectMissing: that node was not introduced here, or
-        that save does not lie here. ObjectCorrupt: what is there is something else.
-        SaveAborted, StoreError: what the other agent, or the node's own store, refused with.
+        PeerProtocolError: the request names no valid file or source. ObjectMissing: that node was not introduced here,
+            or that save is not here. ObjectCorrupt: the source has other bytes. SaveAborted, StoreError: the refusal of
+            the other agent, or of the node's own store.
     """
     fields = request.document()
     with parsing("Metadata cannot be pulled"):

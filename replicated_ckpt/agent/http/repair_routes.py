@@ -122,7 +122,7 @@ class RepairRoutes:
         return json_answer(self._reprotector.wake if is_due else None)
 
     def _abort_lost(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The operator gives nodes up for lost: a save that is in doubt only for them is settled."""
+        """The operator declares nodes lost: a save that is in doubt only because of them is settled."""
         save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
         if not is_save_id(save_id) or not lost:
             raise ConfigInvalid("The request `abort-lost` names no save, or no lost nodes.")
@@ -220,7 +220,7 @@ class RepairRoutes:
             return False
 
     def _forget(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """The user gives a node up for lost: removes it from the address book."""
+        """The user declares a node lost: it is removed from the address book."""
         is_known = self._service.peers.forget(str(fields["node_id"]))
         return json_answer(self._reprotector.wake, is_known=is_known)
 
@@ -230,9 +230,9 @@ class RepairRoutes:
         return json_answer()
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Reads everything on this node, or one checkpoint; answers which files are damaged and which are intact.
+        """Reads everything on this node, or one checkpoint. Answers which files are damaged and which are intact.
 
-        Damaged files are noted, and mended like those that a reader reports.
+        Damaged files are recorded, and repaired like those that a reader reports.
         """
         checkpoint_id = fields.get("checkpoint_id")
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):

@@ -97,7 +97,7 @@ class Request:
         """The JSON object in the body.
 
         Raises:
-            PeerProtocolError: there is none, or it is too large.
+            PeerProtocolError: the body is not a JSON object, or too large.
         """
         return document_in(self.body.read_all(DOCUMENT_BYTES_MAX) or b"{}", "The request came")
 

@@ -159,7 +159,9 @@ class AgentServer(DualStackServer):
         super().__init__(bind, _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. Without a free descriptor it waits a moment, as the caller would retry in a busy loop."""
+        """The next connection. Without a free descriptor it waits a moment, because the caller would retry in a busy
+        loop.
+        """
         try:
             return super().get_request()
         except OSError as exc:

@@ -336,7 +336,7 @@ class Mender:
 
 
 def _bring_back(manifest: Manifest, entry: ShardEntry, sources: Sequence[str]) -> str:
-    """The hint if the copies at `sources`, which answer, are not enough: it names the other intended holders."""
+    """The hint if the copies at `sources`, which answer, are not enough. It names the other intended holders."""
     hosts = {node.node_id: node.host for node in manifest.nodes}
     others = [f"{node} ({hosts.get(node, 'host unknown')})" for node in entry.holders if node not in sources]
     if not others:

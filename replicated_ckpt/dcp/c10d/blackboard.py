@@ -61,7 +61,7 @@ class CachedDecisions:
         return {**{name: value for name, value in fields.items() if name not in stays}, _AS: digest}
 
     def keep(self, topic: str, raw: bytes, fields: Mapping[str, Any], stays: Collection[str]) -> None:
-        """Caches the fields that `stays` names, as the message `raw` brought them."""
+        """Caches the fields that `stays` names, from the message `raw`."""
         self._kept[topic] = hashlib.sha256(raw).hexdigest()[:32], {name: fields[name] for name in stays}
 
     def complete(self, topic: str, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Blackboard:
     def _read_posts(
         self, topic: str, ranks: Sequence[int], *, one_by_one: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
+        """The posts of these ranks: if all exist, in two round trips; or, with `one_by_one`, those that exist."""
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
@@ -338,7 +338,7 @@ class Blackboard:
             wait.pause()
 
     def tell_left(self, why: ReplicatedCkptError) -> None:
-        """Posts that this rank has left a collective of the group, whose ranks are out of step from now on."""
+        """Posts that this rank has left a collective of the group. From then on the group's ranks are out of step."""
         self.post(_LEFT, {"error": pack_error(why)})
         # The post before the mark that leads to it: a reader of the mark looks for the reason at once.
         with reaching_store():
@@ -379,7 +379,7 @@ class Blackboard:
 
     @contextlib.contextmanager
     def waiting(self, deadline_s: float = math.inf) -> Iterator[Wait]:
-        """A wait for other ranks, during which those see by `say_if_long` that this rank waits, too."""
+        """A wait for other ranks. During the wait, `say_if_long` shows them that this rank waits, too."""
         wait = Wait(deadline_s, self._pause_max_s)
         try:
             yield wait

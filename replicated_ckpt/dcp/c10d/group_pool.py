@@ -1,4 +1,6 @@
-"""Gloo groups of all ranks, used by one caller at a time: what a group costs (descriptors, threads, keys) is paid once."""
+"""Gloo groups of all ranks, used by one caller at a time, so the cost of a group (descriptors, threads, keys) is paid
+once.
+"""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""One rank of each node fetches what all ranks read, and leaves the bytes in the directory of its node's agent."""
+"""One rank of each node fetches bytes that all ranks read, and puts them into the directory of its node's agent."""
 
 import contextlib
 import hashlib

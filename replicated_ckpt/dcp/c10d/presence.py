@@ -40,7 +40,9 @@ class Process:
     started: str
 
     def lives(self) -> bool:
-        """Whether it runs, or could: a killed one whose parent has not waited for it does not. True if unknown."""
+        """Whether the process runs or is stopped. A killed process whose parent has not waited for it does not count.
+        True if unknown.
+        """
         try:
             state, started = state_and_start(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +88,7 @@ class Presence:
         self._append(host, this)
 
     def find_lost(self) -> Mapping[int, Process]:
-        """The processes of the job that are gone, as far as a rank of their host has looked, by rank of the job."""
+        """The processes of the job that have ended, by rank of the job, as far as a rank on their host has found out."""
         self._lost_read = self._read("lost", self._lost_read, self._lost)
         if self._host is not None:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
@@ -98,7 +100,7 @@ class Presence:
         return self._lost
 
     def find_stopped(self) -> Mapping[int, int]:
-        """The processes of this host that are stopped now, of those that the last look knew, by rank of the job."""
+        """The processes of this host that are stopped now, by rank of the job, among those that the last look found."""
         return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
 
     def _append(self, name: str, process: Process) -> None:

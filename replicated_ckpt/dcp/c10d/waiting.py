@@ -1,4 +1,4 @@
-"""Waits on the blackboard: how often a rank looks, how long it waits, and what follows if the store does not answer."""
+"""Waits on the blackboard: how often a rank looks, how long it waits, and the result if the store does not answer."""
 
 import contextlib
 import time

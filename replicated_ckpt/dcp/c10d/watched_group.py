@@ -84,7 +84,7 @@ class WatchedGroup:
 
     @staticmethod
     def can_watch(group: Any) -> bool:
-        """Whether objects of this group travel by gloo."""
+        """Whether objects of this group are sent by gloo."""
         return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
     def gather_object(self, value: Any) -> list[Any] | None:
@@ -224,7 +224,7 @@ class WatchedGroup:
 
 
 def _is_over(work: Any, within_s: float) -> bool:
-    """Whether a collective has come to its end. Raises what it has failed with."""
+    """Whether a collective has ended. Raises its error."""
     try:
         work.wait(timedelta(seconds=within_s))
     except RuntimeError:  # a failure, or torch's own time-out: the collective goes on then
@@ -235,7 +235,7 @@ def _is_over(work: Any, within_s: float) -> bool:
 
 
 def _room_for(count: int) -> torch.Tensor:
-    """Memory for so many bytes, on the CPU whatever torch's default device is."""
+    """Memory for this number of bytes on the CPU, whatever torch's default device is."""
     return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 

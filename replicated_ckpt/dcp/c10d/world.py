@@ -1,4 +1,4 @@
-"""The world of one save or load: which ranks take part, and where they find each other."""
+"""The world of one save or load: the ranks that take part, and the place where they exchange messages."""
 
 import os
 import uuid
@@ -43,11 +43,11 @@ def session_of(group_name: str) -> str:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one DCP call. `blackboard` is None for a call on one process alone.
+    """The ranks of one DCP call. `blackboard` is None for a call in a single process.
 
-    `is_load`: the nodes pin what is found, as it is read then; a mere look pins nothing. `is_restore`: they also count it,
-    as a call of DCP fills a state; an export pins, and is not counted. `watched`: the collectives of its group, where they
-    can be watched.
+    `is_load`: the nodes pin the found save, because it is read next; a mere search pins nothing. `is_restore`: they also
+    count the load, because a call of DCP fills a state. An export pins, but is not counted. `watched`: the collectives of
+    its group, if they can be watched.
     """
 
     rank: int

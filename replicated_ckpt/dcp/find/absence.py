@@ -66,7 +66,7 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
 
 
 def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
-    """The places that were searched for a shard, and its save's bucket if the load was given none."""
+    """The places that were searched for a shard; and the bucket of its save, if the load has none."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
@@ -74,7 +74,9 @@ def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[s
 
 
 def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, is_latest: bool) -> ShardLost:
-    """The error for checkpoints whose files fail their checks: the first, named. `damaged`: the bad file, by checkpoint."""
+    """The error for checkpoints whose files fail their checks. It names the first. `damaged`: the bad file, by
+    checkpoint.
+    """
     checkpoint_id, name = next(iter(damaged.items()))
     return ShardLost(checkpoint_id, {name: "every node of the save"}, searched, is_latest)
 
@@ -181,14 +183,14 @@ class SkippedSave:
 
 
 def find_unread(unclaimed: Iterable[UnclaimedFiles], known: Collection[str]) -> list[str]:
-    """The checkpoints of this package of which no node that answered has a manifest that passes its checks."""
+    """The checkpoints of this package for which no answering node has a manifest that passes its checks."""
     return sorted({one.checkpoint_id for one in unclaimed if one.is_ours} - {*known})
 
 
 def describe_skipped(
     chosen: SaveFound, newer: Sequence[SkippedSave], places: Sequence[str], unread: Sequence[str] = ()
 ) -> str:
-    """For the warning of a load: which newer saves it skips, and why; "" if none.
+    """The text of a load's warning: which newer saves it skips, and why; "" if none.
 
     `newer`: the newest first. `unread`: those that may be newer, as `find_unread` returns them.
     """

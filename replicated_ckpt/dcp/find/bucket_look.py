@@ -57,7 +57,7 @@ class BucketLook:
             self._found.set_exception(exc)
 
     def is_over_within(self, seconds: float) -> bool:
-        """Waits, so long at most; whether the bucket has answered."""
+        """Waits for at most this time. Returns whether the bucket has answered."""
         return bool(wait([self._found], seconds).done)
 
     def result(self) -> Sequence[BucketSave]:

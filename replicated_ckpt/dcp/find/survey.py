@@ -64,14 +64,15 @@ def unmanaged_save(
     searched: Sequence[str],
     because: ReplicatedCkptError,
 ) -> UnmanagedSave:
-    """The stock checkpoint that is `asked` for, by its id or as "latest", where none of ours is found, `because`.
+    """The stock checkpoint that is `asked` for by its id or as "latest", if there is no checkpoint of this package,
+    `because`.
 
-    An explicit id gives what is left of it, as a load may need only that. "latest" gives the newest one, by the time of
-    `.metadata`, with every shard present.
+    With an explicit id it has all files that are left, because a load may need only these. "latest" gives the newest
+    one with every shard, by the time of `.metadata`.
 
     Raises:
         CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
-        ShardLost: "latest", and none is whole. `because`: there is none. LatestAmbiguous
+            ShardLost: "latest", and no checkpoint is whole. `because`: there is none. LatestAmbiguous
     """
     newest = asked if isinstance(asked, Newest) else None
     wanted = asked if isinstance(asked, str) else None
@@ -229,16 +230,16 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard goes before a newer one that lacks a shard. So it does if the newer one has a
-        known damage in a shard's only copy, or metadata that some ranks cannot read. If none is whole, an explicit id
-        still gives its newest save: a load may need only what is left. A checkpoint by FileSystemWriter is older than
-        anything else.
+        A save with a copy of every shard precedes a newer one that lacks a shard, that has known damage in a shard's
+        only copy, or whose metadata some ranks cannot read. If no save is whole, an explicit id still gives its newest
+        save: a load may need only the remaining part. A checkpoint by FileSystemWriter is older than any other.
 
         Raises:
-            CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.
+            CheckpointNotFound, CheckpointNotCommitted: there is no such save. ManifestVersionUnknown: only a newer
+                version reads it.
             ShardLost: "latest", and no save is whole; or every manifest or mark that lists its parts is damaged.
-            LatestAmbiguous: "latest", and checkpoints lie in several directories of ids.
-            CheckpointAmbiguous: what stock torch wrote is of several runs.
+            LatestAmbiguous: "latest", and several directories of ids have checkpoints.
+            CheckpointAmbiguous: files of stock torch are from several runs.
         """
         try:
             return self._survey_once(checkpoint_id)

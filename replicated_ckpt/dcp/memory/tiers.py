@@ -1,4 +1,4 @@
-"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves go to the disk, too."""
+"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves also go to the disk."""
 
 import contextlib
 import logging
@@ -63,7 +63,9 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, Any]:
-    """Every option that counts checkpoints counts those on the disk. 1 stays 1: some saves go to the disk out of turn."""
+    """Each option that counts checkpoints counts those on the disk. 1 stays 1, because some saves go to the disk out of
+    turn.
+    """
     given = {**options}
     if options.get("object_store") is not None:
         given["object_every"] = _count_saves(options.get("object_every", 1), disk_every)
@@ -90,7 +92,7 @@ class DiskSaveCount:
         self._newest: dict[str, int] = {}
 
     def learn(self, on_disk: Histories) -> None:
-        """Takes over what the disks of the job hold when it begins to save."""
+        """Starts from the checkpoints on the job's disks when it begins to save."""
         self._newest = {lineage: history.sequence for lineage, history in on_disk.items()}
 
     def is_due(self, saved: Version) -> bool:

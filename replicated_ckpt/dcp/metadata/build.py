@@ -377,7 +377,7 @@ class _Builder(Values):
 
 
 def _identity(node: Made) -> tuple[Any, ...]:
-    """Equal for instances made in the same way of the very same parts, as long as the tree lives."""
+    """Equal for instances made in the same way from the same parts, as long as the tree exists."""
     return node.is_new, *map(id, (node.called, node.arguments, node.contents, *node.state))
 
 

@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class ColumnsInvalid(ValueError):
-    """These bytes are no columns of that pickle. Nothing is lost: the pickle has the same contents."""
+    """These bytes are not the columns of that pickle. Nothing is lost: the pickle has the same contents."""
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):

@@ -41,10 +41,10 @@ class Values:
         self._known: dict[int, Any] = {}
 
     def find(self, key: Key) -> Any:
-        """The object that a name stands for here.
+        """The object that a name means in this process.
 
         Raises:
-            UnknownName: none.
+            UnknownName: the name is not allowed.
         """
         raise UnknownName(key)
 
@@ -55,7 +55,7 @@ class Values:
         """The value of a node.
 
         Raises:
-            PickleUnsafe: there is none, or a name in it is unknown.
+            PickleUnsafe: the node has no value, or a name in it is unknown.
         """
         make = _MAKE.get(type(node))
         if make is None:

@@ -1,7 +1,7 @@
-"""Objects in shards: made without running code that they choose, and saved again for the planner, which unpickles them.
+"""Objects in shards. They are made without running their code, and pickled again for the planner, which unpickles them.
 
-They may name what `torch.load(weights_only=True)` lets pickles name, what `torch.serialization.add_safe_globals` added to
-that, and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
+They may name what `torch.load(weights_only=True)` allows in pickles, what `torch.serialization.add_safe_globals` added,
+and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
 """
 
 import io
@@ -78,7 +78,7 @@ def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
     """The pickle in a container.
 
     Raises:
-        ArchiveDamaged: there is none, or one of elements in another order of bytes.
+        ArchiveDamaged: the container has no pickle, or its elements have another byte order.
     """
     record, order = records.get("data.pkl"), records.get("byteorder")
     if record is None:

@@ -38,7 +38,7 @@ class CachedWriteItems(list[WriteItem]):
 
 @dataclass(frozen=True)
 class Place:
-    """The last role of a plan: in which global plan, and for which rank."""
+    """The last use of a plan: its global plan, and its rank in it."""
 
     generation: str
     rank: int
@@ -59,7 +59,7 @@ class CachedSavePlan(SavePlan):
 
 
 def find_whole(plan: SavePlan) -> SavePlan:
-    """The plan itself or, on the rank that made a cached one, the plan that it stands for."""
+    """The plan itself. For a cached plan, on the rank that made it, the plan that it stands for."""
     return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
 
 

@@ -31,7 +31,7 @@ class MatchedState(dict[Any, Any]):
 
 
 class StateOf(dict[Any, Any]):
-    """Asks for a checkpoint's state of a parameter for which this process's optimizer has none, as it is frozen."""
+    """Asks for a checkpoint's state of a parameter for which this process's optimizer has none, because it is frozen."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Staging the saves of one writer: one after the other, and without a copy where there is no memory for one."""
+"""Staging the saves of one writer, one after the other. If there is no memory for a copy, a save works without one."""
 
 import gc
 import logging

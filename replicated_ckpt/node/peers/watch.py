@@ -1,4 +1,4 @@
-"""The watch: asks the other nodes again and again what they hold, and remembers the last answers."""
+"""The watch: asks the other nodes again and again for their holdings, and remembers the last answers."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,7 +61,7 @@ class NodeHoldings:
 
 
 class PeerWatch:
-    """Asks every known peer what it holds, and records since when a peer is silent. One thread."""
+    """Asks every known peer for its holdings, and records since when a peer is silent. One thread."""
 
     def __init__(self, peers: PeerBook, timeouts: SilenceTimeouts, clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
@@ -134,10 +134,10 @@ def _find_intended(node: str, manifest: Manifest) -> Holding | None:
 
 
 def ask_holdings(address: AgentAddress) -> NodeHoldings:
-    """Asks a node what it holds.
+    """Asks a node for its holdings.
 
     Raises:
-        StoreUnavailable: no answer. PeerProtocolError: no sensible one.
+        StoreUnavailable: no answer. PeerProtocolError: an invalid answer.
     """
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client, client.within(HOLDINGS_DEADLINE_S):
         return parse_node_holdings(client.call("GET", "/v1/holdings?upkeep=1"), address)

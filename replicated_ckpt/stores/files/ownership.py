@@ -250,7 +250,7 @@ def _check_mode(root: Path, path: Path, status: os.stat_result) -> None:
 
 
 def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
-    """The hint, by what this user can change. The user may not be the owner: kubelet's volumes are root's."""
+    """The hint, chosen by what this user can change. The user may not be the owner: kubelet's volumes belong to root."""
     if os.geteuid() in (0, status.st_uid):
         inside = "in it" if status.st_mode & stat.S_ISVTX else "elsewhere"
         step = f"Check its content, then `chmod go-w {path}`; or use a root {inside}. {TRUST_ROOT_ENV}=1 trusts all"

@@ -51,7 +51,7 @@ class Wait:
         self._quiet_s = 0.0
 
     def find_lost(self, caches: Mapping[int, OtherRankCache]) -> list[int]:
-        """The ranks for which no rank needs to wait any longer: dead, or silent for too long."""
+        """The ranks that no rank needs to wait for any longer: dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now
@@ -231,7 +231,7 @@ class Exchange:
         self._cache.board.tell_silent(node)
 
     def is_silent(self, node: str) -> bool:
-        """Whether another rank met a time-out of `node`."""
+        """Whether a request of another rank to `node` has timed out."""
         return any(other.board.says_silent(node) for other in self._others.values())
 
     # The end -------------------------------------------------------------------------------------------------------

@@ -246,7 +246,9 @@ class AgentClient:
             raise refusal(status, raw, self.address.label, method, path, wrong_token_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
-        """After a broken send: raises the error that the agent answered before it closed, if any, as of a full disk."""
+        """Called after a broken send: raises the error, such as a full disk, that the agent answered before it closed,
+        if any.
+        """
         try:
             response = self._connection.getresponse()
             self.raise_for(response.status, response.read(1 << 16), "PUT", path)

@@ -83,7 +83,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[int
     """The next message, and its descriptors, which the caller closes.
 
     Raises:
-        EOFError: the other end is gone. OSError: it says nothing in time. PeerProtocolError: that is not a message.
+        EOFError: the other end has closed. OSError: it sends nothing in time. PeerProtocolError: that is not a message.
     """
     head, descriptors = _receive_head(connection)
     try:

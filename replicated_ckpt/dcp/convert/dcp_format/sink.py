@@ -49,7 +49,7 @@ class DcpSink:
         """Reads the metadata back.
 
         Raises:
-            ObjectCorrupt: it does not describe what was to be written.
+            ObjectCorrupt: it does not describe the state that was written.
         """
         metadata = decode_metadata((path / METADATA_NAME).read_bytes(), str(path))
         wanted = {entry.name for entry in contents.entries}

@@ -157,7 +157,7 @@ def _windows_of(entries: Iterable[TensorEntry]) -> Iterator[Part]:
 
 
 def check_covered(entry: TensorEntry) -> None:
-    """Raises ConfigInvalid unless the chunks of a tensor hold all of its elements: what is missing would be garbage."""
+    """Raises ConfigInvalid unless the chunks of a tensor hold all of its elements. Missing elements would be garbage."""
     whole = Chunk.whole(entry.shape)
     if sum(chunk.elements for chunk in entry.chunks) < whole.elements:
         raise ConfigInvalid(f"The checkpoint holds only a part of {entry.key!r}.", "Leave it out with --exclude.")

@@ -91,7 +91,7 @@ class Looked:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each shard file. 0, which no shard has, for an unreadable one: it is there, and damaged."""
+        """Bytes of each shard file. 0, which no shard has, for an unreadable file: it exists, and is damaged."""
         found = {name: self.size_of(name) for name in self.shards}
         return {name: size for name, size in found.items() if size is not None}
 
