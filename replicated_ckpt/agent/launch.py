@@ -1,4 +1,4 @@
-"""Finds this node's agent, starts one if none runs, and waits for one that leaves."""
+"""Finds this node's agent, starts one if none runs, and waits for one that exits."""
 
 import contextlib
 import json
@@ -87,7 +87,7 @@ def _is_followed(directory: Path, agent: Endpoint) -> bool:
 
 
 def lock_hint(directory: Path, lock_name: str) -> str:
-    """The next step where a process holds a lock for too long."""
+    """The next step if a process holds a lock for too long."""
     pid = holder_of(directory / lock_name)
     if pid is None:
         return (
@@ -154,7 +154,7 @@ def agent_environment() -> dict[str, str]:
 
 
 def isolated_python() -> list[str]:
-    """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
+    """The command that runs the agent of exactly this package in this Python. The agent's own arguments follow."""
     package = Path(__file__).resolve().parents[1]
     homes = [str(package.parent), *filter(None, map(_find_home, _DEPENDENCIES))]
     options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]  # names of files are encoded as in this process
@@ -413,7 +413,7 @@ def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen
 
 
 def _is_holder_stopped(directory: Path) -> bool:
-    """Whether the holder of the root's lock is stopped. One that is not may wait for a slow disk."""
+    """Whether the holder of the root's lock is stopped. A holder that is not stopped may wait for a slow disk."""
     pid = holder_of(directory / LOCK_NAME)
     return pid is not None and is_stopped(pid)
 

@@ -1,4 +1,4 @@
-"""The life of an agent: one per root, from the lock to the last client."""
+"""The life of an agent, of which each root has one: from the lock to the end of its last client."""
 
 import contextlib
 import logging

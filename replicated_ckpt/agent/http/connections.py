@@ -99,7 +99,7 @@ class Connections:
             return True
 
     def has_requests(self) -> bool:
-        """Whether a request is under way on one: it was begun, and its answer is not sent to its end."""
+        """Whether a request is under way on a connection: it has begun, and its answer is not completely sent."""
         with self._lock:
             return any(connection.is_working for connection in self._open.values())
 

@@ -1,7 +1,9 @@
-"""Greetings: an agent that starts sends its address to its peers; one that leaves tells them that its disk is intact.
+"""Greetings: an agent that starts sends its address to its peers. An agent that exits announces that its disk is
+intact.
 
-An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's node.
-The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's certificate.
+An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's
+node. The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's
+certificate.
 """
 
 import hmac
@@ -35,7 +37,7 @@ _HINT = "The greeting agent tries again in its next round. No action is needed."
 
 
 class CallBacks:
-    """Bounds the calls with which greetings are checked: by node of the address book, and by address of the sender.
+    """Limits the calls by which greetings are checked: by node of the address book, and by address of the sender.
 
     Safe for concurrent use.
     """
@@ -97,7 +99,8 @@ GREETING_DEADLINE_S = 5.0
 
 
 class Greeter:
-    """Greets each peer that was known at the start, at once or as soon as it answers: it may have an old address of us.
+    """Greets each peer in the address book at the start, at once or as soon as it answers: it may have an old address
+    of this agent.
 
     Peers that are introduced later get this node's address from the ranks.
     """

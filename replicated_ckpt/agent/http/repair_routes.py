@@ -81,7 +81,7 @@ class RepairRoutes:
             return self.by_verb[verb](fields, request)
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The agent of a known peer has started, perhaps at another address; or it leaves, its disk intact."""
+        """The agent of a known peer has started, perhaps at another address, or exits with its disk intact."""
         said, is_leaving = AgentAddress.from_json(fields["peer"]), fields.get("is_leaving") is True
         heed = heed_goodbye if is_leaving else heed_hello
         with request.heartbeat:
@@ -89,9 +89,9 @@ class RepairRoutes:
         return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A load begins: pins the save that it reads, and notes the largest sequence that it has seen of the lineage.
+        """A load begins: pins the save that it reads, and records the largest sequence that it has seen in the lineage.
 
-        `restores`: of a load of "latest", how often the save was restored since the run's last save, this time included.
+        `restores`: for a load of "latest", how often the save was restored since the run's last save, this time included.
         """
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
@@ -108,7 +108,7 @@ class RepairRoutes:
         return json_answer(is_here=bool(here), is_slim=any(found.is_slim for found in here))
 
     def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """A load has read bad bytes of this node: the file is read again here, and mended if it is bad."""
+        """A load has read bad bytes of this node: the agent reads the file again, and repairs it if it is bad."""
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
             raise ConfigInvalid("The request `suspects` names no file of a checkpoint.")
@@ -131,9 +131,11 @@ class RepairRoutes:
         return json_answer(self._reprotector.wake, waits_for=list(waits_for))
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Removes this node's copy of a save for good; answers why it stays, if it does. `is_asked`: only answers that.
+        """Removes this node's copy of a save for good. If the copy stays, answers why. `is_asked`: only answers, and
+        removes nothing.
 
-        `is_patient`: a save that a load reads goes when that is over. `session`: the loads of this session are over.
+        `is_patient`: a save that a load reads is removed when that load has ended. `session`: the loads of this session
+        have ended.
         """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
@@ -207,13 +209,13 @@ class RepairRoutes:
         return json_answer()
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
-        """A directory that a user renamed, or copied under another name, is the user's alone."""
+        """Refuses a directory that a user renamed, or copied under another name: it belongs to the user alone."""
         manifest = self._service.store.catalog.find_manifest(checkpoint_id)
         if manifest is not None and manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
     def _is_here(self, checkpoint_id: str, save_id: str) -> bool:
-        """Whether the save lies here under this name; a user's copy of it under another one is not meant."""
+        """Whether the save lies here under this name. A user's copy of it under another name does not count."""
         try:
             return self._service.store.catalog.is_here(checkpoint_id, save_id)
         except ManifestInvalid:
@@ -269,7 +271,7 @@ class RepairRoutes:
         return {"bytes_read": inspector.bytes_read, "size_bytes": self._bytes_to_read}
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Does this node's part of a plan; answers the error of each action, or "". A peer's plan may replace nothing."""
+        """Does this node's part of a plan. Answers the error of each action, or "". A peer's plan may replace no save."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
             # A peer's plan may replace nothing: its token would then be enough to delete checkpoints here.

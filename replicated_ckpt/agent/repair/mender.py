@@ -1,4 +1,4 @@
-"""Mending: carries out this node's part of a repair plan. It overwrites nothing, and installs only verified bytes."""
+"""Mending: carries out this node's part of a repair plan. It overwrites nothing, and puts only verified bytes in place."""
 
 import contextlib
 import logging

@@ -34,10 +34,11 @@ _SHARD_BYTES_MIN = 1 << 20
 
 
 def announce(plans: Sequence[SavePlan]) -> Announced:
-    """An upper bound of what a save of these plans writes, with room for planners that write wider types than planned.
+    """An upper bound of the bytes that a save of these plans writes, with room for planners that write wider types than
+    planned.
 
-    Returns NOTHING_ANNOUNCED where plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
-    CachedSavePlanner holds the whole one, and counts.
+    Returns NOTHING_ANNOUNCED if plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
+    CachedSavePlanner holds the whole plan, and counts.
     """
     plans = [find_whole(plan) for plan in plans]
     # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
@@ -351,10 +352,10 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first.
+    """One shard as it was written. `holders`: the nodes that acknowledged a copy, the owner's first.
 
-    Of one that the node's agent writes the size is 0, and only the name is known. `is_linked`: each holder has given the
-    file of a committed save one more name.
+    If the node's agent writes the shard, the size is 0, and only the name is known. `is_linked`: each holder has
+    hard-linked the file of a committed save.
     """
 
     name: str

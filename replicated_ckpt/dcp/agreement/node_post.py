@@ -1,4 +1,4 @@
-"""This process's node: its store, its agent, its lineage, and the fields of it that other ranks get."""
+"""This process's node: its store, its agent, its lineage, and the fields that it posts for other ranks."""
 
 import ipaddress
 import logging
@@ -314,7 +314,8 @@ _PAUSE_S = 0.2
 def ask_agent(
     store: LocalStore, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S
 ) -> dict[str, Any]:
-    """The answer of this node's agent, within so many seconds; an agent that has died meanwhile is started again.
+    """The answer of this node's agent, within this number of seconds. An agent that has died meanwhile is started
+    again.
 
     Raises:
         AgentUnavailable, StoreError: it does not answer. Its refusals, by class.

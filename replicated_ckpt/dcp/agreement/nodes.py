@@ -388,7 +388,9 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
 
 
 def _limit_sequences(told: Histories, own: Histories) -> Histories:
-    """The lineages that a node reported, with sequence numbers no further ahead of the own node's than is plausible."""
+    """The lineages that a node reported. Their sequence numbers are limited to a plausible distance ahead of the own
+    node's.
+    """
     return {
         lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
         for lineage, one in told.items()

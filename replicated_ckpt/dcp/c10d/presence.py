@@ -1,7 +1,7 @@
-"""Presence: which ranks run on this host, and whether their processes still live, as /proc shows.
+"""Presence: which ranks run on this host, and whether their processes still exist, by /proc.
 
-A rank that is killed cannot post that it failed, and the c10d store does not report a closed connection. The other
-ranks of its host see it, and note it on the store for the ranks of other hosts. A process that is stopped, or slow, lives.
+A killed rank cannot post that it failed, and the c10d store does not report a closed connection. The other ranks of its
+host see it, and post it on the store for the ranks of other hosts. A process that is stopped or slow counts as alive.
 """
 
 import json
@@ -53,7 +53,7 @@ class Process:
         return started == self.started and state not in "ZX"
 
     def is_stopped(self) -> bool:
-        """Whether it is seen to be stopped, by a signal or a debugger."""
+        """Whether /proc shows the process as stopped, by a signal or a debugger."""
         return self.lives() and is_stopped(self.pid)
 
 
@@ -122,7 +122,7 @@ class Presence:
 
 
 def describe_ended(ranks: Sequence[int]) -> RankFailed:
-    """The error for the other ranks. It names the rank that ended first: that may be why the others have."""
+    """The error for the other ranks. It names the rank that ended first, which may be the cause for the others."""
     first, *others = (f"rank {rank}" for rank in ranks)
     since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
     return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
@@ -169,7 +169,7 @@ _KNOWN = _Known()
 
 
 def announce() -> Presence | None:
-    """Announces this process, once in a job; None where it is a rank of no job of several processes."""
+    """Announces this process, once in a job. Returns None if it is not a rank of a job of several processes."""
     if not dist.is_available() or not dist.is_initialized() or _KNOWN.is_inherited():
         return None
     return _KNOWN.presence()

@@ -60,7 +60,9 @@ class World:
 
     @property
     def session(self) -> str:
-        """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
+        """Names the saves that this process coordinates on this group. An uncommitted save has ended once the next one
+        begins.
+        """
         return session_of(self.group_name)
 
     def session_of_writer(self, name: str) -> str:
@@ -68,7 +70,7 @@ class World:
         return self.session if self.blackboard is not None else f"{self.session}{WRITER}{name}"
 
     def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:
-        """Has the DCP call under way use collectives that notice a rank that is gone. Called in its first step.
+        """Has the DCP call under way use collectives that notice a rank that has ended. Called in its first step.
 
         `on_break` is called on a rank before such a collective raises there.
         """
@@ -85,7 +87,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     """The world of the DCP call under way. Arguments of the writer or reader take precedence over the call's.
 
     Raises:
-        ConfigInvalid: it is not a group that this rank is in; or this process was forked from a rank.
+        ConfigInvalid: this rank is not in the group, or this process was forked from a rank.
     """
     call = find_call()
     if no_dist is None:
@@ -117,9 +119,9 @@ def watch_first_step(process_group: Any) -> None:
 
 @contextmanager
 def telling_if_left(process_group: Any) -> Iterator[None]:
-    """Posts to the other ranks if an interrupt of this rank ends the block, in which an asynchronous save is staged.
+    """If an interrupt ends the block, in which an asynchronous save is staged, posts that to the other ranks.
 
-    They may have begun the save: without the post they would wait until their group's time-out.
+    They may have begun the save. Without the post they would wait until their group's time-out.
     """
     try:
         yield

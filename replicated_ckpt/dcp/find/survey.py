@@ -1,4 +1,4 @@
-"""The survey before a load: what all reachable stores hold now, and which save the requested id means."""
+"""The survey before a load: the present content of all reachable stores, and the save that the requested id means."""
 
 import contextlib
 import logging
@@ -104,7 +104,9 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
-    """The warning of a load of such a checkpoint. `because`: why none of ours is loaded, where "latest" was asked for."""
+    """The warning of a load of such a checkpoint. `because`: if "latest" was asked for, why no checkpoint of this
+    package is loaded.
+    """
     newer = f" It is loaded although newer ones exist: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
@@ -368,7 +370,9 @@ class Surveyor:
         return found
 
     def _find_newest_full(self, manifest: Manifest) -> str:
-        """The newest checkpoint with an optimizer of the run of a save that has lost it, as far as it was seen; else ""."""
+        """The newest checkpoint with an optimizer in the run of a save that has lost it, as far as it was seen; else
+        "".
+        """
         if not manifest.is_slim:
             return ""
         seen = [holding for save in self.saves for holding in save.holdings] + self._beside
@@ -380,7 +384,8 @@ class Surveyor:
         return "" if newest is None else newest.checkpoint_id
 
     def _find_directory(self, checkpoint_id: str) -> Newest | None:
-        """The directory that "latest" means, by all that was seen, readable or not; None: the id of one checkpoint.
+        """The directory that "latest" means, judged by all saves that were seen, readable or not. None: the id of one
+        checkpoint.
 
         Raises LatestAmbiguous.
         """
@@ -394,7 +399,7 @@ class Surveyor:
         return self._newest is None or self._newest.fits(checkpoint_id)
 
     def _find_unread(self) -> list[str]:
-        """The checkpoints that "latest" may mean, without a manifest that passes its checks on any node that answered."""
+        """Checkpoints that "latest" may mean, but whose manifest fails its checks on every node that answered."""
         return [name for name in find_unread(self.unclaimed, self._ids) if self._is_wanted(name)]
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:

@@ -161,7 +161,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
     """The manifest of a save, parsed and raw, from the first source that has it intact.
 
     Raises:
-        ReplicatedCkptError: none has; what the last one answered.
+        ReplicatedCkptError: no source has it. This is the answer of the last one.
     """
 
     def fetch(client: AgentClient) -> tuple[Manifest, bytes] | None:

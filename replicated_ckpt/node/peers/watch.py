@@ -53,7 +53,7 @@ class NodeHoldings:
     beside: tuple[Holding, ...] = ()
 
     def view_of(self, node: str) -> NodeView:
-        """The node as repair and retention see it: it is up and holds this."""
+        """The node as repair and retention see it: it is up, and has these holdings."""
         writable_bytes = None if self.room is None else self.room.writable_bytes
         return NodeView(
             node, Presence.UP, self.holdings, self.unclaimed, self.node_report, writable_bytes=writable_bytes
@@ -147,7 +147,7 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
     """Parses a node's answer about its holdings. Entries about other nodes are dropped.
 
     Raises:
-        PeerProtocolError: it makes no sense.
+        PeerProtocolError: the answer is not valid.
     """
     with parsing(f"{address.label} sent an invalid list of its checkpoints", ConfigInvalid):
         # Before they are parsed: a hostile list would cost memory on every node that asks.
