@@ -149,7 +149,7 @@ class Checks:
         # Refused before the body is read: a queue without end would hold a body and a thread each.
         if not self._places.acquire(blocking=False):
             detail = f"{CHECKS_MAX} checks already run on this node, or wait there"
-            raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they have ended.")
+            raise StoreUnavailable("this node", "verify", "", detail, "Ask again when they have ended.")
         try:
             with request.heartbeat, self._turn:  # one body at a time, too
                 yield request.body.read_all(body_bytes_max) if body_bytes_max else b""

@@ -272,7 +272,7 @@ class Reprotector:
         # In short waits: the thread that does orders ends when the agent leaves.
         while not wait([order], PAUSE_S).done:
             if self._stopping.is_set():
-                raise StoreUnavailable("this agent", "repair", "plan", "it is about to exit")
+                raise StoreUnavailable("this node", "repair", "", "its agent is about to exit")
         return order.result()
 
     def _run(self) -> None:

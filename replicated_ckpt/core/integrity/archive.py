@@ -113,7 +113,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
 
 
 def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
-    """Number of entries, start and end of the directory."""
+    """The number of entries of the zip directory, its start and its end."""
     if size_bytes < _END.size:
         raise ArchiveDamaged("is not a zip container")
     magic, _, _, _, count, length, start, _ = _END.unpack(fetch(size_bytes - _END.size, _END.size))

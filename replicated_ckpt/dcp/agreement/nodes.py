@@ -177,7 +177,7 @@ class AgentCluster:
         self._by_node = {address.node_id: address for address in addresses}
         self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
-            node: StoreUnavailable(self._by_node[node].label, "ask", "agent", *why.partition(HINT_MARK)[::2])
+            node: StoreUnavailable(self._by_node[node].label, "query the agent of", "", *why.partition(HINT_MARK)[::2])
             for node, why in silence_by_node.items()
         }
         self._own_node = own_node

@@ -161,7 +161,7 @@ class Blackboard:
             self._store.delete_key(f"{topic}/{self._rank}")
 
     def read_post(self, topic: str, rank: int) -> dict[str, Any] | None:
-        """A rank's last post; None: it has not posted yet. This does not wait for one.
+        """A rank's last post; None if it has not posted yet. Does not wait for a post.
 
         Raises:
             RendezvousFailed: the c10d store does not answer.

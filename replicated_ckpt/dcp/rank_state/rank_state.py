@@ -120,7 +120,9 @@ def restore_random(states: dict[str, Any]) -> None:
     # A forged state fails in the generators' own code in any of these ways.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as exc:
         detail = f"they are not states of generators: {type(exc).__name__}: {exc}"
-        raise ObjectCorrupt("this checkpoint", "load", "the random states of this rank", one_line(detail, 300)) from exc
+        raise ObjectCorrupt(
+            "this checkpoint", "load the random states of this rank from", "", one_line(detail, 300)
+        ) from exc
 
 
 def _check_positions(state: dict[str, Any]) -> None:

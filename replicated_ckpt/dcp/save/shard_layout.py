@@ -87,4 +87,6 @@ def _taking_memory() -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise StoreUnavailable("this rank's memory", "lay out", "the shard", f"{type(exc).__name__}: {exc}") from exc
+        raise StoreUnavailable(
+            "this rank's memory", "lay out the shard in", "", f"{type(exc).__name__}: {exc}"
+        ) from exc

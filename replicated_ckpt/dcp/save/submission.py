@@ -68,7 +68,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
 def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
     endpoint = read_endpoint(store.agent_directory())
     if endpoint is None:
-        raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
+        raise StoreUnavailable("this node's agent", "finish", save_id, "no agent runs there", LOG_HINT)
     path = f"/v1/saves/{save_id}/finish"
     with AgentClient(endpoint.local_address()) as client:
         try:
@@ -187,12 +187,12 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
         raise PeerProtocolError(f"{_AGENT} returned an invalid state of a shard: {answer!r}.")
     if answer["state"] == "refused":
         status = int(answer.get("status", 500))
-        raise refusal(status, json.dumps(answer).encode(), _AGENT, "submit", "the shard")
+        raise refusal(status, json.dumps(answer).encode(), _AGENT, "submit a shard to", "")
     return answer
 
 
 def _unavailable(exc: Exception) -> StoreUnavailable:
-    return StoreUnavailable(_AGENT, "submit", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)
+    return StoreUnavailable(_AGENT, "submit a shard to", "", f"{type(exc).__name__}: {exc}", LOG_HINT)
 
 
 _FOLLOW_TRIES = 3

@@ -129,7 +129,9 @@ class AgentClient:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Requests in the block, with the peer's work, end within `seconds` or raise StoreUnavailable."""
+        """Limits the requests in the block: together with the peer's work they end within `seconds`, or raise
+        StoreUnavailable.
+        """
         # The watcher shuts down a socket, so there must be one before it starts.
         if self._connection.sock is None:
             with self.translate_errors("CONNECT", "/"):
