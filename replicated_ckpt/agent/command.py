@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     number(
         "--copy-mib-per-s",
-        "rate of re-protection's copies and of asynchronous saves, which get at least 8 (default: unlimited; for "
-        "re-protection 256 while the node saves or loads, and 16 while its ranks fetch from other nodes)",
+        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 "
+        "(default: no limit, but for re-protection 256 while the node saves or loads, and 16 while its ranks fetch)",
     )
     number("--scrub-mib-per-s", "rate of the scrub, which re-reads the store (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")

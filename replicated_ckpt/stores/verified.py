@@ -137,7 +137,7 @@ class VerifiedShard(ABC):
             raise self._corrupt(f"an item of {size_bytes} bytes does not fit into memory") from exc
 
     def take_bytes_read(self) -> int:
-        """Bytes read since the last call, including those that were bad."""
+        """Bytes read since the last call, bad ones included."""
         count, self.bytes_read = self.bytes_read, 0
         return count
 

@@ -155,7 +155,7 @@ _MAKE: dict[type, Callable[[Values, Any], Any]] = {
 
 
 def key_of(node: Named) -> Key:
-    """Module and name as they are called now: picklers of protocol 2 write the names of Python 2."""
+    """Module and name in their present form: picklers of protocol 2 write the names of Python 2."""
     key = (node.module, node.name)
     module, name = NAME_MAPPING.get(key, key)
     return IMPORT_MAPPING.get(module, module), name

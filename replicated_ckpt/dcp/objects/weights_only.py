@@ -208,11 +208,7 @@ Of = Callable[[Any], Any]
 
 
 def numpy_value(node: Made, key: Key, of: Of) -> Any:
-    """The value of a call of one of KEYS; `of` makes those of its parts.
-
-    Raises:
-        PickleUnsafe: it is an array of objects or records, or none at all.
-    """
+    """The value of a call of one of KEYS; `of` makes the values of its arguments."""
     try:
         if key in _ARRAYS:
             return _array(node, of)

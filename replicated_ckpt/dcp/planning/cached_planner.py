@@ -175,7 +175,7 @@ class CachedSavePlanner(DefaultSavePlanner):
 
 
 def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
-    """`plan` as it goes to its rank; `asked`: this rank's own message, if it has the plan."""
+    """The form in which `plan` is sent to its rank. `asked`: this rank's own message, if it has the plan."""
     if isinstance(asked, CachedSavePlan):
         return CachedSavePlan(CachedWriteItems(), was=asked.was, now=place, whole=plan)
     return replace(plan, planner_data=_Placed(place, plan.planner_data))

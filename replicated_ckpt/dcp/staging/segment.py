@@ -26,7 +26,9 @@ _PORTABLE = 1
 
 
 class PinnedPages:
-    """Pins all pages of a piece of memory, until `free` or the end of this object: before the memory moves or goes."""
+    """Pins all pages of a piece of memory, until `free` or the end of this object. Free it before the memory is moved
+    or released.
+    """
 
     def __init__(self, memory: memoryview) -> None:
         """Raises MemoryError: the system or the driver refuses; the memory is unchanged."""

@@ -279,8 +279,9 @@ class Bucket:
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
         """Raises unless this save may replace the committed one. Two jobs may both have found the id free.
 
-        A save replaces another run's only if it was to do so. The same holds for checkpoints without a mark, of stock torch
-        or of a newer format. One of ours with a damaged mark is replaced, since an interrupted write leaves such a mark.
+        A save replaces another run's only if that was intended. The same holds for checkpoints without a mark, of stock
+        torch or of a newer format. A checkpoint of this package with a damaged mark is replaced, since an interrupted
+        write leaves such a mark.
         """
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
         if there is None or there.save_id == manifest.save_id:

@@ -1,4 +1,4 @@
-"""S3 by botocore: parts from reused memory, checksums that the server verifies, uploads that go on after a restart."""
+"""S3 by botocore: parts from reused memory, checksums that the server verifies, uploads that continue after a restart."""
 
 import contextlib
 import functools
@@ -111,7 +111,7 @@ class S3Client:
 
     @property
     def s3(self) -> Any:
-        """botocore's client. After a refusal it is opened anew, as a credentials file may have been renewed since."""
+        """botocore's client. After a refusal it is opened anew, because a credentials file may have been renewed since."""
         if self._is_refused:
             self._s3 = self._open()
             self._is_refused = False

@@ -188,7 +188,7 @@ class Exchange:
         return self._cache.slot(number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the others; returns it as it lies in its slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the others, and returns its memory in the slot. None: each of them must fetch it."""
         return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:

@@ -119,7 +119,7 @@ class ItemsSource:
         return targets
 
     def _find_wanted(self, part: Part, chunk: Chunk, common: Chunk, target: torch.Tensor) -> list[Wanted]:
-        """The ranges to read so that `common` gets to its place in `target`."""
+        """The ranges that must be read to fill `common` into its place in `target`."""
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
         # Elements are not in rows, or the item is small: it is read whole.

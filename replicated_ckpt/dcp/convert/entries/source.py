@@ -16,9 +16,9 @@ WINDOW_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: `key` is its name in the source, `name` and `path` (in the nested state dict) are those it gets.
+    """One tensor. `key` is its name in the source; `name` and `path` (in the nested state dict) are its new ones.
 
-    `chunks` are the parts that it consists of where it lies.
+    `chunks` are its parts in the source.
     """
 
     key: str

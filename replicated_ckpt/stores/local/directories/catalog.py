@@ -1,4 +1,4 @@
-"""The catalog: the committed checkpoints under a root, as they are on the disk now."""
+"""The catalog: the committed checkpoints under a root, in their present state on the disk."""
 
 import os
 from collections.abc import Iterator

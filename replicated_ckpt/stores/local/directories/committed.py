@@ -225,7 +225,7 @@ class Committed:
         return target
 
     def link(self, name: str, target: Path) -> None:
-        """Gives a file one more name, which must be free. Raises OSError"""
+        """Gives a file a second name, which must be free. Raises OSError"""
         os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
 
     def _move(self, name: str, target: Path) -> None:

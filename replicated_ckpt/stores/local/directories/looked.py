@@ -46,7 +46,7 @@ class Looked:
 
     @property
     def holds_checkpoint(self) -> bool:
-        """Whether any file of a checkpoint lies there: one of ours, or of stock torch, whole or not."""
+        """Whether any file of a checkpoint lies there, of this package or of stock torch, complete or not."""
         return self.is_described or METADATA_NAME in self._entries or bool(self.shards)
 
     def has(self, name: str) -> bool:
