@@ -1,6 +1,19 @@
 """`.metadata` as columns, with names once and numbers as int64, which are read in place of its pickle.
 
-Parts that are less regular than a tensor's chunks stay a pickle, read as `.metadata` is. docs/format.md has the bytes.
+Objects, and tensors with a chunk that has no place or several, stay in a smaller pickle, the rest. Layout, little endian:
+
+    the pickle, then zeros up to a multiple of 8
+    8s   magic              b"RCKCOL1\\n"
+    u32  columns_crc        CRC32C of all bytes of the columns from the 16th on
+    u32  zero
+    u64  7 numbers          size and CRC32C of the pickle; bytes of the rest, and of the paths; T tensors, I items, and D
+                            dimensions of all items
+    the rest                a pickle of `.metadata` without the chunks and places that the columns have
+    the shards' paths       a JSON list, then zeros up to a multiple of 8
+    u64  T, T               for each tensor in the rest: number of its chunks in the columns, and of their dimensions
+    u64  I, I, I            for each item: index of its path; its offset and length in that shard
+    u64  D, D               for each item: offsets of its chunk, then sizes
+    u64, u64, 8s            the end: bytes of the pickle, bytes of the columns, magic b"RCKCOLS\\n"
 """
 
 import json
