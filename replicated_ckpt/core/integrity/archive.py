@@ -72,7 +72,7 @@ def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
     for record in sorted(found.values(), key=lambda record: record.start):
         # Overlapping records let a small file expand to any size in memory.
         if record.start < end:
-            raise ArchiveDamaged(f"has a record {record.name!r} that overlaps another")
+            raise ArchiveDamaged(f"has a record {record.name!r} that lies in another one")
         end = record.start + record.size
     if end > size_bytes:
         raise ArchiveDamaged("has records beyond its end")

@@ -101,7 +101,7 @@ def _receive_rest(connection: socket.socket, head: bytes) -> dict[str, Any]:
     (size,) = _HEAD.unpack(head)
     # Before it is read: the size is the sender's claim, and memory is taken for it.
     if size > MESSAGE_BYTES_MAX:
-        raise PeerProtocolError(f"A message of {size} bytes came through {SOCKET_NAME}.")
+        raise PeerProtocolError(f"A message of {size} bytes came through {SOCKET_NAME}: more than {MESSAGE_BYTES_MAX}.")
     raw = bytearray()
     while len(raw) < size:
         raw += _receive(connection, size - len(raw))
