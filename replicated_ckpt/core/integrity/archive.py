@@ -212,7 +212,7 @@ def _crc_of(fetch: Fetch, record: Record) -> int:
 
 @dataclass(frozen=True)
 class OwnFooter:
-    """The footer of a file. `table` None: there is none, or, if `is_damaged`, a damaged one."""
+    """The footer of a file. `table` None: the file has no footer or, with `is_damaged`, a damaged one."""
 
     table: BlockTable | None = None
     is_damaged: bool = False

@@ -136,7 +136,9 @@ class ShardReader:
         bucket: Bucket | None = None,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
-        """`places`: the places of all items of each shard. Without a manifest's checksums, the items are checked there."""
+        """`places`: the places of all items of each shard. If no manifest has checksums, the items at these places are
+        checked.
+        """
         self._store = store
         self._own_node = own_node
         self._survey = survey
