@@ -1,4 +1,4 @@
-"""The process's environment, as several rooms use it: variables, switches, locale and working directory."""
+"""The process's environment, for several rooms: variables, switches, locale and working directory."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def check_switches() -> None:
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raises ConfigInvalid: this process's file-system encoding has no such letters."""
+    """Raises ConfigInvalid: this process's file-system encoding cannot represent the name."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError as exc:

@@ -341,7 +341,7 @@ class StoreError(ReplicatedCkptError):
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
         why = detail.rstrip(":. ") or type(self).__name__  # else a traceback, which names the class, would say it twice
-        place = store if key == store else f"{key!r} at {store}"
+        place = store if key in ("", store) else f"{key!r} at {store}"
         super().__init__(f"{op} {place}: {why}.", hint)
         self.args = (store, op, key, detail, hint)
         self.store = store

@@ -1,4 +1,4 @@
-"""`python -m replicated_ckpt.agent`: the agent as a process of its own, which is how ranks start it."""
+"""`python -m replicated_ckpt.agent`: the agent as a process of its own. Ranks start it in this way."""
 
 import argparse
 import sys

@@ -97,12 +97,13 @@ def open_certificate(config: AgentConfig, directory: Path) -> ShownCertificate |
 
 
 def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | None:
-    """The files of certificate and private key with which an agent serves; None: it speaks plain HTTP.
+    """The files of certificate and private key of an agent; None: it uses plain HTTP.
 
-    An agent that listens on loopback alone uses plain HTTP, unless an earlier start made a certificate: peers expect that.
+    An agent that listens on loopback alone uses plain HTTP, unless an earlier start made a certificate, which peers
+    then expect.
 
     Raises:
-        ConfigInvalid: none can be made, or the one that was kept is damaged. StoreError
+        ConfigInvalid: no certificate can be made, or the stored one is damaged. StoreError
     """
     if config.tls_cert:
         return config.tls_cert, config.tls_key

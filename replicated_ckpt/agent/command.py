@@ -45,14 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"port to listen on, or a range such as 29600-29631 (default: {PORT_ENV}, else its last port, else any "
         "free one)",
     )
-    add("--idle-exit-s", type=float, metavar="N", help="exit after this time without client or work (default: stay)")
+    add("--idle-exit-s", type=float, metavar="N", help="exit after this time without clients or work (default: never)")
     number = partial(_add_number, parser)
     number("--lost-after-s", "treat a silent peer's copies as lost after this time (default: %(default)s)")
-    number("--away-after-s", "the same for a peer that announced its exit (default: %(default)s)")
+    number(
+        "--away-after-s",
+        "treat the copies of a peer that announced its exit as lost after this time (default: %(default)s)",
+    )
     number(
         "--copy-mib-per-s",
-        "rate of copies that re-protection makes, and of asynchronous saves, for which 8 is the minimum "
-        "(default: unlimited; re-protection: 256 while the node saves or loads, 16 while its ranks fetch)",
+        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 "
+        "(default: no limit, but for re-protection 256 while the node saves or loads, and 16 while its ranks fetch)",
     )
     number("--scrub-mib-per-s", "rate of the scrub, which re-reads the store (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
@@ -61,9 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--drain-s", "after SIGTERM, complete open saves for at most this time (default and maximum: %(default)s)")
     number("--nice", "niceness while training runs, 0 to 19 (default: %(default)s)", int)
     certificate = os.environ.get(TLS_CERT_ENV, "")
-    add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: its own)")
-    add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
-    add("--plain", action="store_true", help="no TLS between nodes, on a trusted network")
+    add("--tls-cert", default=certificate, metavar="FILE", help="certificate of the agent (PEM; default: it makes one)")
+    add(
+        "--tls-key",
+        default=os.environ.get(TLS_KEY_ENV, ""),
+        metavar="FILE",
+        help="private key of the certificate (PEM)",
+    )
+    add("--plain", action="store_true", help="do not encrypt: only for a trusted network, and alike on all nodes")
     add("--group", help=f"a group that may read new saves (default: {GROUP_ENV}, else none)")
     add(
         "--direct-io",

@@ -1,4 +1,4 @@
-"""Finds this node's agent, starts one if none runs, and waits for one that leaves."""
+"""Finds this node's agent, starts one if none runs, and waits for one that exits."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def await_departure(directory: Path) -> bool:
     agent = _leaving.pop(directory, None)
     if agent is None:
         return False
-    log.info("a save waits for the agent of %s to exit, which is stopping", directory.parent)
+    log.info("a save waits until the stopping agent of %s has exited", directory.parent)
     wait_until_gone(directory, agent)
     return True
 
@@ -87,7 +87,7 @@ def _is_followed(directory: Path, agent: Endpoint) -> bool:
 
 
 def lock_hint(directory: Path, lock_name: str) -> str:
-    """The next step where a process holds a lock for too long."""
+    """The next step if a process holds a lock for too long."""
     pid = holder_of(directory / lock_name)
     if pid is None:
         return (
@@ -113,7 +113,9 @@ def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> boo
 
 
 def check_running(directory: Path, endpoint: Endpoint) -> None:
-    """Raises ConfigInvalid: this process cannot talk to the agent, which is newer, or older and was started to stay."""
+    """Raises ConfigInvalid: this process cannot use the agent, which has a newer protocol, or an older one and was
+    started to stay.
+    """
     if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
         raise ConfigInvalid(
             f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
@@ -152,7 +154,7 @@ def agent_environment() -> dict[str, str]:
 
 
 def isolated_python() -> list[str]:
-    """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
+    """The command that runs the agent of exactly this package in this Python. The agent's own arguments follow."""
     package = Path(__file__).resolve().parents[1]
     homes = [str(package.parent), *filter(None, map(_find_home, _DEPENDENCIES))]
     options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]  # names of files are encoded as in this process
@@ -343,14 +345,14 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
 
 
 class _Outliving(subprocess.Popen[bytes]):
-    """A process that outlives this one. Without the ResourceWarning, which `python -W error` would raise."""
+    """A process that outlives this one. It raises no ResourceWarning, which `python -W error` would turn into an error."""
 
     def __del__(self) -> None:
         super().__del__(_warn=lambda *_, **__: None)  # type: ignore[call-arg]  # CPython's own, as of 3.11 to 3.14
 
 
 def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]":
-    """Starts the process of an agent, in a session of its own, as it outlives this process. `log`: where it writes."""
+    """Starts the process of an agent, in a session of its own, because it outlives this process. `log`: its log file."""
     return _Outliving(
         [*isolated_python(), *arguments],
         stdin=subprocess.DEVNULL,  # it must not read what is typed for the job
@@ -411,7 +413,7 @@ def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen
 
 
 def _is_holder_stopped(directory: Path) -> bool:
-    """Whether the holder of the root's lock is stopped. One that is not may wait for a slow disk."""
+    """Whether the holder of the root's lock is stopped. A holder that is not stopped may wait for a slow disk."""
     pid = holder_of(directory / LOCK_NAME)
     return pid is not None and is_stopped(pid)
 

@@ -1,4 +1,4 @@
-"""The life of an agent: one per root, from the lock to the last client."""
+"""The life of an agent, of which each root has one: from the lock to the end of its last client."""
 
 import contextlib
 import logging
@@ -66,13 +66,13 @@ log = logging.getLogger(__name__)
 
 
 def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
-    """From now on runs `call(number)` for each such signal, one after the other, in a thread of its own.
+    """From now on, each of these signals runs `call(number)`, one after the other, in a thread of its own.
 
     So `call` may take any lock. A signal handler could wait for ever for a lock that the main thread holds, such as the
-    one inside an `Event`. Call this once in a process, from its main thread.
+    lock in an `Event`. Call this once in a process, from its main thread.
 
     Raises:
-        StoreUnavailable: the system gives no thread; signals mean what they meant before.
+        StoreUnavailable: no thread can be started. Signals keep their earlier meaning.
     """
     heard, said = socket.socketpair()
     # The thread first: if the system gives none, no handler has been replaced yet.
@@ -248,7 +248,9 @@ class Agent:
         self._uploader.join()
 
     def _drain(self) -> None:
-        """Waits for the open saves, and for one that a rank of this node was about to open when told to stop."""
+        """Waits for the open saves, and for a save that a rank of this node was about to open when the agent was asked
+        to stop.
+        """
         directory, told_at = self._service.store.agent_directory(), time.monotonic()
         deadline = told_at + self.config.drain_s
         try:
@@ -257,7 +259,7 @@ class Agent:
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
         except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
-            log.error("exits without knowing what is unfinished: %s", exc)  # noqa: TRY400 - it explains itself
+            log.error("exits, and could not determine which saves are unfinished: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _open_server(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._uploader)

@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scenario",
         choices=[*(scenario.value for scenario in Scenario), "all"],
         default="all",
-        help="shrink: one node is lost. replace: it returns blank. coordinator: the same with rank 0's node. grow: it and "
-        "one more join, blank. beyond: all holders of a shard are lost. cluster: all nodes are lost, the bucket stays "
-        "(default: all, in turn)",
+        help="shrink: one node is lost. replace: a lost node returns with an empty disk. coordinator: the same, with rank "
+        "0's node. grow: a lost node returns empty, and another node joins. beyond: all holders of a shard are lost. "
+        "cluster: all nodes are lost, and only the bucket is left (default: all, in turn)",
     )
     add("--nodes", type=int, default=defaults.nodes, help="nodes to simulate (default: %(default)s)")
-    add("--ranks-per-node", type=int, default=defaults.ranks_per_node, help="ranks on each (default: %(default)s)")
+    add("--ranks-per-node", type=int, default=defaults.ranks_per_node, help="ranks on each node (default: %(default)s)")
     add(
         "--victim",
         type=int,

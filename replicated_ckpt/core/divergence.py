@@ -1,4 +1,4 @@
-"""Replicas that should be alike: what ranks report of the values that they have, and where these reports differ."""
+"""Replicas that should be equal: the hashes that ranks report of their values, and where the reports differ."""
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,9 @@ class Turn:
 class Divergence:
     """A value that ranks have under one name, and that is not the same on all of them.
 
-    `fqn`, `offset`: the entry and the place of its piece. `first_byte`: where the compared range of the piece begins.
-    `saved_by`: the rank whose bytes are in the checkpoint. `groups`: ranks with equal bytes, that one's group first.
+    `fqn`, `offset`: the entry, and the place of its differing piece. `first_byte`: where the compared range of the
+    piece begins. `saved_by`: the rank whose bytes are in the checkpoint. `groups`: ranks with equal bytes; the group of
+    `saved_by` is first.
     """
 
     fqn: str
@@ -41,7 +42,7 @@ class Divergence:
         at += f", from byte {self.first_byte}" if self.first_byte else ""
         saved, *others = self.groups
         same = [rank for rank in saved if rank != self.saved_by]
-        alike = f", as {_name_ranks(same, host_by_rank)} has it" if same else ""
+        alike = f"; the same bytes on {_name_ranks(same, host_by_rank)}" if same else ""
         differing = list_some([_name_ranks(group, host_by_rank) for group in others], _RANKS_NAMED_MAX)
         return f"{self.fqn}{at}: saved from {_name_ranks([self.saved_by], host_by_rank)}{alike}; other bytes on {differing}"
 
@@ -52,26 +53,28 @@ def _name_ranks(ranks: Sequence[int], host_by_rank: Mapping[int, str]) -> str:
 
 
 def describe_divergences(found: Sequence[Divergence], host_by_rank: Mapping[int, str]) -> str:
-    """All of them in one text, the first ones in full."""
+    """One text for all divergences. The first ones are described in full."""
     shown = " | ".join(one.describe(host_by_rank) for one in found[:_NAMED_MAX])
     left = len(found) - _NAMED_MAX
     return shown + (f" | and {plural(left, 'more value')}" if left > 0 else "")
 
 
 def without_allowed(found: Iterable[Divergence], may_differ: Sequence[str]) -> list[Divergence]:
-    """Without the entries whose names match one of these patterns, as `fnmatch` has them."""
+    """The divergences of entries whose names match none of these patterns (`fnmatch`)."""
     return [one for one in found if not any(fnmatchcase(one.fqn, pattern) for pattern in may_differ)]
 
 
 def pack_units(hash_by_key: Mapping[int, int]) -> bytes:
-    """The report of one rank: for each unit its key (64 bits) and the hash of its value (32 bits). Equal for equal ones."""
+    """The report of one rank: for each unit its key (64 bits) and the hash of its value (32 bits). Equal units give
+    equal reports.
+    """
     return b"".join(_UNIT.pack(key, hash_by_key[key]) for key in sorted(hash_by_key))
 
 
 def find_differing(reports: Mapping[int, bytes]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """By key of each unit that has several values: the ranks by value. `reports` are those of `pack_units` by rank.
+    """By key of each unit with several values: the ranks by value. `reports` are those of `pack_units` by rank.
 
-    Ranks with equal reports, as all have them whose state is whole everywhere, are read once.
+    Equal reports are read once. All ranks have equal reports if each has the whole state.
 
     Raises:
         ValueError: a report has a wrong size.

@@ -16,11 +16,11 @@ from replicated_ckpt.wording import one_line
 class Holding:
     """The files of one committed save in one node's store. `sizes` maps shard name to bytes of the file found there.
 
-    `damaged` are the shards that the node knows to be bad. They stay until a good copy replaces them, since their other
-    blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can be made
-    from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and saves of one
-    sequence by groups of nodes that never met. `is_replaced`: a newer save is published on that node, and this one is kept
-    until the newer one is seen whole. `is_slim`: the node has dropped its optimizer.
+    `damaged` are the shards that the node has found to be bad. They stay until a good copy replaces them, since their
+    other blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can
+    be made from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and
+    saves with the same sequence from nodes that never met. `is_replaced`: a newer save is published on that node, and
+    this one stays until the newer one is seen whole. `is_slim`: the node has dropped its optimizer.
     """
 
     node_id: str
@@ -128,15 +128,17 @@ class SaveFound:
         return not self.list_missing(size_by_shard, damaged) and any(holding.has_metadata for holding in self.holdings)
 
     def is_described_to(self, nodes: Collection[str], hung: Collection[str]) -> bool:
-        """Whether ranks on all these nodes can read `.metadata`: from their own disk, or from an agent that answers."""
+        """Whether ranks on all these nodes can read `.metadata`, from their own disk or from an agent that answers."""
         having = {holding.node_id for holding in self.holdings if holding.has_metadata}
         return not having.issubset(hung) or having.issuperset(nodes)
 
     def list_missing(
         self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()
     ) -> tuple[str, ...]:
-        """Shards without a holder, or with a single holder whose copy is in `damaged`. With several damaged copies it is
-        not missing: each may have the others' bad blocks."""
+        """Shards without a holder, or with a single holder whose copy is in `damaged`.
+
+        With several damaged copies a shard is not missing: each may have the others' bad blocks.
+        """
         holders = {shard: self.holders_of(shard, size) for shard, size in sorted(size_by_shard.items())}
         return tuple(
             shard for shard, nodes in holders.items() if not nodes or (len(nodes) == 1 and (nodes[0], shard) in damaged)

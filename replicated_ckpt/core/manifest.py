@@ -84,12 +84,12 @@ class UploadEntry:
 
 @dataclass(frozen=True)
 class WeightsEntry:
-    """The same checkpoint without its optimizer, as `slim` leaves it. Its `.metadata` lies behind the whole one.
+    """The checkpoint without its optimizer, as `slim` leaves it. Its `.metadata` follows the full one in the same file.
 
-    The nodes' `.metadata` of a save with an own prefix in the bucket is `whole | weights | bucket's whole | bucket's
-    weights`, else `whole | weights`. `local_bytes`, `bucket_bytes`: the sizes of the two parts for weights, the second 0
-    without an own prefix. `crc32c`: of both together, `bucket_crc32c` of the second. `dropped`: the prefixes of
-    the names that go.
+    If a save has its own prefix in the bucket, the nodes' `.metadata` is `full | weights | bucket's full | bucket's
+    weights`, otherwise `full | weights`. `local_bytes` and `bucket_bytes`: the sizes of the two parts for weights; the
+    second is 0 without an own prefix. `crc32c`: CRC32C of both parts together. `bucket_crc32c`: CRC32C of the bucket's
+    part. `dropped`: prefixes of the dropped names.
     """
 
     local_bytes: int
@@ -103,9 +103,10 @@ class WeightsEntry:
 class Manifest:
     """One committed save.
 
-    `lineage` identifies the run: the first save in a directory of checkpoints draws it at random, and later saves inherit
-    it. `sequence` orders the saves of one lineage without a clock: one more than the largest that any node of the save
-    knew. `created_unix_s`, by the coordinator's clock, orders lineages, and saves of one sequence by nodes that never met.
+    `lineage` identifies the run: the first save in a directory of checkpoints draws it at random, and later saves
+    inherit it. `sequence` orders the saves of one lineage without a clock: one more than the largest that any node of
+    the save had. `created_unix_s`, by the coordinator's clock, orders lineages, and saves that got the same sequence
+    because their nodes never met.
     """
 
     save_id: str
@@ -131,7 +132,7 @@ class Manifest:
 
     @property
     def is_slim(self) -> bool:
-        """Whether only the weights are left of it."""
+        """Whether the save has only its weights left."""
         return bool(self.dropped)
 
     def slimmed(self) -> "Manifest":
@@ -162,17 +163,20 @@ class Manifest:
     def encode(self) -> bytes:
         """JSON in two lines, a checksum and a body, so that a torn or edited file is detected.
 
-        `asdict` would copy all of it first, which takes half the time of a repeated save of 1,024 ranks.
+        It does not use `asdict`, which would copy everything first. That takes half the time of a repeated save of
+        1,024 ranks.
         """
         body = json.dumps({"version": VERSION, **vars(self)}, default=vars, sort_keys=True, separators=(",", ":"))
         return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
 
     def local_metadata(self, raw: bytes) -> bytes:
-        """The part of the nodes' `.metadata` that describes the checkpoint as it is, with the shards' paths on nodes."""
+        """The part of the nodes' `.metadata` that describes the checkpoint in its present state, with the shards' paths
+        on nodes.
+        """
         return self._split_metadata(raw)[0]
 
     def slim_metadata(self, raw: bytes) -> bytes:
-        """The nodes' `.metadata` of `slimmed()`, out of this save's."""
+        """The nodes' `.metadata` of `slimmed()`, cut from this save's."""
         _, weights, _, bucket_weights = self._split_metadata(raw)
         return weights + bucket_weights
 
@@ -181,14 +185,16 @@ class Manifest:
         return raw[-self.upload.metadata_bytes :] if self.upload is not None else raw
 
     def read_bucket_metadata(self, raw: bytes) -> bytes:
-        """The part of the bucket's `.metadata` that describes the checkpoint as it is, as `local_metadata` for nodes."""
+        """The part of the bucket's `.metadata` that describes the checkpoint in its present state, as `local_metadata`
+        for nodes.
+        """
         if self.weights is None:
             return raw
         has_own = self.upload is not None and self.upload.has_own_prefix
         return raw[: -(self.weights.bucket_bytes if has_own else self.weights.local_bytes)]
 
     def _split_metadata(self, raw: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-        """A nodes' `.metadata` as whole, weights, bucket's whole, bucket's weights. What it does not have is empty."""
+        """A nodes' `.metadata` as full, weights, bucket's full, bucket's weights. A part that it lacks is empty."""
         upload, weights = self.upload, self.weights
         bucket_bytes = upload.metadata_bytes if upload is not None and upload.has_own_prefix else 0
         begin = len(raw) - bucket_bytes
@@ -198,12 +204,12 @@ class Manifest:
 
     @property
     def bucket_url(self) -> str:
-        """The bucket for the save's upload; "": it has none."""
+        """The bucket to which the save is uploaded; "" if there is none."""
         return self.upload.url if self.upload is not None else ""
 
     @property
     def replaces_in_bucket(self) -> str:
-        """The save that was committed in the bucket when this one was opened over it; "": there was none."""
+        """The save that was committed in the bucket when this one was opened over it; "" if there was none."""
         return self.upload.replaces if self.upload is not None else ""
 
     @property
@@ -221,9 +227,10 @@ class Manifest:
 
 
 def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, tuple[str, ...]]:
-    """The failure domains of each node, from the newest save with ranks on it. Of several runs the one saved last counts.
+    """The failure domains of each node, from the newest save with ranks on it. Of several runs, the one that saved last
+    counts.
 
-    Every node eventually has every manifest. So all nodes agree on the domain of a node that moved between two saves.
+    Every node eventually has every manifest, so all nodes agree on the domain of a node that moved between two saves.
     """
     saves = {manifest.version: manifest for manifest in manifests if manifest.sequence}
     return {

@@ -1,7 +1,9 @@
-"""The parts of a checkpoint. A rank writes a file for each part that it has, so a part can be removed without the others.
+"""The parts of a checkpoint. A rank writes a file for each part that it has, so a part can be removed without the
+others.
 
-The number in a shard's name tells its part: each save has NUMBERS_PER_SAVE numbers, and a part's file has the first of them
-plus the part. So `__4_0.distcp` and `__4_1.distcp` are the weights and the optimizer of rank 4.
+The number in a shard's name identifies its part: each save has NUMBERS_PER_SAVE numbers, and the number of a part's
+file is the first of them plus the part. So `__4_0.distcp` and `__4_1.distcp` are the weights and the optimizer of rank
+4.
 """
 
 import re
@@ -13,7 +15,7 @@ from replicated_ckpt.core.layout import ShardName
 
 
 class Part(IntEnum):
-    """A part of a checkpoint. WEIGHTS also has what is too small for a file of its own."""
+    """A part of a checkpoint. WEIGHTS also has the entries of parts that are too small for a file of their own."""
 
     WEIGHTS = 0
     OPTIMIZER = 1
@@ -30,7 +32,7 @@ _DEPTH = 2
 
 
 def part_of_entry(fqn: str) -> Part:
-    """The part of an entry by its FQN, by the names that people and frameworks use. The first part that matches counts."""
+    """The part of an entry, by usual names in its FQN. The first part that matches counts."""
     return _part_of_names(*fqn.split(".", _DEPTH)[:_DEPTH])
 
 
@@ -53,7 +55,7 @@ def part_of_shard(name: str) -> Part:
 
 
 def is_optimizer_of(name: str, shards: Iterable[str]) -> bool:
-    """Whether a shard file has the name of an optimizer's file of the save with these shards."""
+    """Whether a shard file is an optimizer's file of the save with these shards, by its name."""
     shard = ShardName.parse(name)
     if shard is None or part_of_shard(name) is not Part.OPTIMIZER:
         return False
@@ -69,9 +71,9 @@ PREFIXES_MAX = 64
 
 
 def prefixes_of(gone: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
-    """The shortest prefixes of names of the entries that go which no entry that stays has; the first names, if too many.
+    """The shortest prefixes that only dropped entries have. If there are too many, the first names instead.
 
-    Of `app.optimizer.state` beside `app.model.weight` it is `app.optimizer`.
+    If `app.optimizer.state` is dropped and `app.model.weight` stays, the prefix is `app.optimizer`.
     """
     staying = {prefix for name in kept for prefix in _prefixes(name)}
     gone = set(gone)
@@ -82,7 +84,7 @@ def prefixes_of(gone: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_dropped(fqn: str, prefixes: Collection[str]) -> bool:
-    """Whether an entry that a checkpoint does not have may be one of those with these prefixes that were dropped."""
+    """Whether an entry that the checkpoint lacks may be one of the dropped entries, which had these prefixes."""
     return any(prefix in prefixes for prefix in _prefixes(fqn))
 
 

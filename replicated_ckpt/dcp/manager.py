@@ -1,4 +1,4 @@
-"""The code that every training script would write around `dcp.save` and `dcp.load`: when, which, and on a signal."""
+"""The code that every training script would otherwise write around `dcp.save` and `dcp.load`."""
 
 import contextlib
 import os
@@ -408,7 +408,9 @@ class CheckpointManager:
         return self._checkpoints.delete(checkpoint_id)
 
     def _list_steps(self) -> dict[int, Listed]:
-        """The manager's whole checkpoints of this run, newest first, by step, as rank 0 finds them once all have met."""
+        """The manager's complete checkpoints of this run, newest first, by step. Rank 0 finds them once all ranks have
+        called this.
+        """
         self._settle()
         # Reversed: of two saves of one step the newer one counts.
         whole = {find_step(each.checkpoint_id): each for each in reversed(self._checkpoints.list_whole())}

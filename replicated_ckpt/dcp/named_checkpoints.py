@@ -44,7 +44,7 @@ def see_newest(look: Callable[[], object]) -> None:
     except (RendezvousFailed, RankFailed):
         raise
     except ReplicatedCkptError as exc:  # alike on all ranks
-        log.info("before loading an older checkpoint, the newest one is unknown: %s", exc)
+        log.info("could not find the newest checkpoint before loading an older one: %s", exc)
 
 
 class NamedCheckpoints:
@@ -157,7 +157,7 @@ class NamedCheckpoints:
     def load_newest(
         self, state: dict[str, Any], planner: LoadPlanner | None = None, *, max_tries: int | None = None
     ) -> str | None:
-        """Loads the newest whole checkpoint; returns its name. None: there is none at all. `max_tries`: as of `load`."""
+        """Loads the newest complete checkpoint and returns its name; None if there is none. `max_tries`: as of `load`."""
         if self.find(self.newest) is None:
             return None
         # By its name alone, another run's of that name might be chosen.
@@ -199,7 +199,7 @@ class NamedCheckpoints:
             return reject_everywhere(self.reader, group, checkpoint_id, is_rejected=is_rejected)
 
     def delete(self, checkpoint_id: str) -> bool:
-        """Removes it from every node and the bucket; False: there is none."""
+        """Removes a checkpoint from every node and the bucket. Returns False if there is none."""
         with self.use_group() as group:
             return delete_everywhere(self.reader, self.writer.store, group, checkpoint_id)
 

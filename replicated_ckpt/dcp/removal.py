@@ -1,4 +1,4 @@
-"""Removes one checkpoint from a job's nodes and from its bucket, as `rm` does; each node by a request of its own rank."""
+"""Removes one checkpoint from a job's nodes and from its bucket, as `rm` does. Each node is asked by a rank of its own."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""The checkpoints of a CheckpointManager: their names, `step-<step>` and no others, and what a user kept with them."""
+"""The checkpoints of a CheckpointManager, which are named `step-<step>`, and the notes that a user saved with them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

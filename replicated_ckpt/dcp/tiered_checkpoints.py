@@ -58,15 +58,16 @@ _BEGINS_ANEW = (
 
 
 class TieredCheckpoints:
-    """As NamedCheckpoints, in two stores: every checkpoint goes to memory, every `disk_every`-th to the disk as well.
+    """As NamedCheckpoints, in two stores: every checkpoint goes to memory, and every `disk_every`-th also to the disk.
 
-    Each tier is a store with an agent of its own, and keeps the same promises there. Sequences are counted through both,
-    and a checkpoint has the same one in both. The state is copied once for both. A load takes the newer checkpoint, of
-    equals the one in memory; if that cannot be loaded it takes the next one, and logs that.
+    Each tier is a store with its own agent, and keeps the same promises. Both tiers use one sequence, and a checkpoint
+    has the same number in both. The state is copied once for both. A load takes the newer checkpoint; of two equal
+    ones, that in memory. If it cannot be loaded, the load takes the next one, and logs that.
 
     Args:
         memory: True, or a directory in memory.
-        must_write_disk: called at each save, alike on all ranks: whether it goes to the disk, whatever its sequence is.
+        must_write_disk: called at each save, with the same result on all ranks: whether it goes to the disk, whatever
+            its sequence is.
         others: as of NamedCheckpoints. `object_every` and `keep_every` of Retention count the saves on the disk.
     """
 
@@ -253,7 +254,7 @@ class TieredCheckpoints:
         """The saves of this name in each tier, the newer one first."""
         found, problems = self._ask_each(lambda tier: tier.reader.find(name))
         for problem in problems:
-            log.warning("one tier is not used, and %s: %s", name, one_line(problem))
+            log.warning("one tier did not answer, and %s is looked for in the other: %s", name, one_line(problem))
         versions = [save.version for _, save in found]
         found.sort(key=lambda each: is_older(each[1].version, versions))
         if found:
@@ -390,7 +391,7 @@ class TieredCheckpoints:
         return tuple(not_reached)
 
     def delete(self, checkpoint_id: str) -> bool:
-        """Removes it from both tiers of every node and the bucket; False: there is none."""
+        """Removes a checkpoint from both tiers of every node and from the bucket. Returns False if there is none."""
         # Both, even if the first has none: `any` over a generator would stop at the first True.
         removed = [tier.delete(checkpoint_id) for tier in self._tiers]
         return any(removed)

@@ -76,7 +76,9 @@ class PreparedLoader(ReplayedLoader):
         return chain(list(islice(batches, 1)), batches)
 
     def skip(self, batches: int) -> Iterable[Any]:
-        """The rest of an epoch after so many batches. Batches that a load has counted as yielded are not skipped again."""
+        """The rest of an epoch after this number of batches. Batches that a load has counted as yielded are not skipped
+        again.
+        """
         if not batches:
             return self
         # No position from a load: skip as Accelerate does.
@@ -91,7 +93,7 @@ class PreparedLoader(ReplayedLoader):
 
 
 class _Behind:
-    """The batches of a loader from a place on; it counts those before as yielded."""
+    """The batches of a loader from some position on. The earlier ones count as yielded."""
 
     def __init__(self, loader: PreparedLoader, batches: int) -> None:
         self._loader, self._batches = loader, batches
@@ -113,19 +115,21 @@ def _check_as_many(what: str, now: Sequence[Any], saved: Sequence[Any]) -> None:
 
 
 class ReplicatedAccelerator(Accelerator):
-    """Accelerator, with `save_state` and `load_state` over a store on each node.
+    """Accelerator, with `save_state` and `load_state` that use a store on each node.
 
-    They save and restore what Accelerate's do: prepared models and optimizers (FSDP2, DDP), schedulers, scaler, generators,
-    what was given to `register_for_checkpointing`, each on each rank; and where each prepared data loader stands. A loop
-    over it continues in the middle of the epoch; `skip_first_batches` with as many batches as were read does the same.
+    They save and restore what Accelerate's own methods do: prepared models and optimizers (FSDP2, DDP), schedulers and
+    scaler. For each rank they also save and restore its generators, the objects from `register_for_checkpointing`, and
+    the position of each prepared data loader. A loop over such a loader continues in the middle of the epoch. So does a
+    loop over `skip_first_batches`, if it is passed the number of batches that were read.
 
-    The last part of `output_dir` names the checkpoint; `automatic_checkpoint_naming` and `total_limit` work, too.
+    The last part of `output_dir` names the checkpoint. `automatic_checkpoint_naming` and `total_limit` work, too.
 
     Args:
         replicated_root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
-        trust_pickles: what is registered may have a state of any class.
-        adapter_only: of a model with PEFT's adapters, saves contain everything but the frozen base. False: the base, too.
+        trust_pickles: states of registered objects may name any class.
+        adapter_only: for a model with PEFT's adapters, a save contains everything but the frozen base. False: the base,
+            too.
         args, kwargs: as of Accelerator.
     """
 

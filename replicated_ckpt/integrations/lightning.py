@@ -64,7 +64,9 @@ class TrainLoader(ReplayedLoader):
 
 
 class _Found(NamedTuple):
-    """A rank's candidate for a resume. The least one of all ranks is taken: one that is on a disk, the newest of them."""
+    """A rank's candidate for a resume. All ranks use the smallest one: a file on a disk before none, the newest file
+    first.
+    """
 
     is_missing: bool
     age: float
@@ -73,20 +75,23 @@ class _Found(NamedTuple):
 
 
 class ReplicatedStrategy:
-    """The common part of the three strategies below: Lightning decides the contents and the time, this class the place.
+    """The common part of the three strategies below. Lightning decides what is saved and when; this class decides
+    where.
 
-    Model and optimizers are saved sharded, under the model's own names. All else of Lightning's checkpoint (loops,
-    schedulers, callbacks, precision, data module, data loaders, hyperparameters) is saved for each rank, with its random
-    generators. As many ranks as saved get their own back; another number gets rank 0's, keeps its generators, and warns.
+    Model and optimizers are saved sharded, under the model's own names. All other parts of Lightning's checkpoint
+    (loops, schedulers, callbacks, precision, data module, data loaders, hyperparameters) are saved for each rank, with
+    its random generators. If as many ranks load as saved, each gets its own state. Another number of ranks gets rank
+    0's, keeps its generators, and warns.
 
-    `ckpt_path="latest"` resumes from the newest whole checkpoint, and starts anew without one. A path that
+    `ckpt_path="latest"` resumes from the newest complete checkpoint, and starts anew without one. A path that
     ModelCheckpoint has named means the same checkpoint on every node, whatever lies there.
 
     Args:
         root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: states of callbacks, hyperparameters and data modules may name any class.
-        adapter_only: of a model with PEFT's adapters, saves contain everything but the frozen base. False: the base, too.
+        adapter_only: for a model with PEFT's adapters, a save contains everything but the frozen base. False: the base,
+            too.
         args, kwargs: as of Lightning's strategy.
     """
 
@@ -127,9 +132,10 @@ class ReplicatedStrategy:
         return True
 
     def setup_environment(self) -> None:
-        """Has ranks agree on `ckpt_path` before they restore: each looks at its own disk for "last" and "best".
+        """Has ranks agree on `ckpt_path` before they restore: each rank finds "last" and "best" on its own disk.
 
-        Lightning restores before `setup`, where a model may still be on the meta device. This is put off to the end of it.
+        Lightning restores before `setup`, when a model may still be on the meta device. Here the restore follows at the
+        end of `setup`.
         """
         super().setup_environment()  # type: ignore[misc]  # Lightning's
         connector = self.lightning_module.trainer._checkpoint_connector  # noqa: SLF001 - there is no public way
@@ -149,7 +155,7 @@ class ReplicatedStrategy:
             restore()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A train loader that goes on in the middle of an epoch."""
+        """A train loader that continues in the middle of an epoch."""
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         return TrainLoader(loader, trainer) if trainer.training else loader
@@ -296,7 +302,9 @@ class ReplicatedStrategy:
     def _resume_alike(
         self, resume_start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None
     ) -> None:
-        """Lightning's own start of a resume, with one path on all ranks: the newest on any rank's disk, if there is one."""
+        """Lightning's own start of a resume, with the same path on all ranks: the newest on any rank's disk, if there
+        is one.
+        """
         own: _Found | None = None
         if checkpoint_path is not None:
             age = -Path(checkpoint_path).stat().st_mtime if is_there(checkpoint_path) else 0.0

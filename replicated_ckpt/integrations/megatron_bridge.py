@@ -49,15 +49,15 @@ register_allowed_target_prefix(__name__)
 
 
 class ReplicatedCheckpointManager(DefaultCheckpointManager):
-    """Megatron-Bridge's manager: Bridge's own code saves and restores, this class decides the place.
+    """Megatron-Bridge's manager: Bridge's own code saves and restores; this class decides where.
 
-    `checkpoint.save` is a directory on each node's own disk; the node's store is `replicated` in it. Each save goes to
-    other nodes, too, with the train state and the run's configuration, which Bridge writes on one node only. On each node
-    they are written again when the manager is made, before Bridge looks for a checkpoint there. All ranks agree on the
-    one to load, whatever lies on their nodes: the newest whole one, or `ckpt_step`. `most_recent_k` removes
-    checkpoints on all nodes, in the agents. A `pretrained_checkpoint` is read by Bridge itself.
+    `checkpoint.save` is a directory on each node's own disk; the node's store is `replicated` in it. Each save also
+    goes to other nodes, with the train state and the run's configuration, which Bridge writes on one node only. When
+    the manager is made, it writes these on each node again, before Bridge looks for a checkpoint there. All ranks load
+    the same checkpoint, whatever lies on their nodes: the newest complete one, or `ckpt_step`. With `most_recent_k`,
+    agents remove checkpoints on all nodes. Bridge itself reads a `pretrained_checkpoint`.
 
-    All ranks make a manager, save and load together. While one saves or loads, it stands in for functions of Bridge's
+    All ranks make a manager, save and load together. While a manager saves or loads, it replaces functions of Bridge's
     module `checkpointing`: no other manager may do so at that time.
 
     Written against Megatron-Bridge 0.6.2, and commit 067f987 of 2026-08-22.

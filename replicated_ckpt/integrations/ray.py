@@ -95,10 +95,10 @@ class RayCheckpointManager(CheckpointManager):
 
 
 def reported_step(checkpoint: ray.train.Checkpoint) -> int:
-    """The step of a checkpoint of Ray's: `manager.restore(state, reported_step(ray.train.get_checkpoint()))`.
+    """The step of one of Ray's checkpoints: `manager.restore(state, reported_step(ray.train.get_checkpoint()))`.
 
     Raises:
-        ConfigInvalid: it is no reference of a RayCheckpointManager.
+        ConfigInvalid: no RayCheckpointManager reported this checkpoint.
     """
     with checkpoint.as_directory() as directory:
         try:

@@ -41,13 +41,13 @@ class _Planner(RankStatePlanner):
 
 
 class ReplicatedCheckpointManager(CheckpointManager):
-    """torchtitan's manager: torchtitan decides the contents, the time and the retention, this class the place.
+    """torchtitan's manager: torchtitan decides what is saved, when, and for how long; this class decides where.
 
-    Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. All ranks agree on the
-    checkpoint to load, whatever lies on their nodes: the newest whole one, or `load_step`. `keep_latest_k` removes
-    checkpoints on all nodes, in the agents. Each rank's random generators are saved as well, and set again where as many
-    ranks load. torchtitan itself reads and writes an `initial_load_path`, and checkpoints in Hugging Face's format.
-    Both asynchronous modes are one: the state is copied once when the save begins.
+    Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. All ranks load the same
+    checkpoint, whatever lies on their nodes: the newest complete one, or `load_step`. With `keep_latest_k`, agents
+    remove checkpoints on all nodes. Each rank's random generators are saved, too, and restored if as many ranks load as
+    saved. torchtitan itself reads and writes an `initial_load_path`, and checkpoints in Hugging Face's format. Both
+    asynchronous modes do the same: they copy the state once, at the start of the save.
 
     Written against torchtitan 0.3.0 (torchtitan/components/checkpointer/dcp.py), and commit b5bcd76c66 of 2026-08-21.
     """

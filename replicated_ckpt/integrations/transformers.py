@@ -68,21 +68,23 @@ def _as_if_without_optimizer(model: Any = None, args: Any = None, *others: Any, 
 
 
 class ReplicatedTrainerMixin:
-    """In front of Trainer or a subclass of it: `class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer)`.
+    """Goes in front of Trainer or a subclass of it: `class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer)`.
 
     `save_strategy`, `save_steps`, `save_total_limit`, `load_best_model_at_end`, `save_only_model` and
     `train(resume_from_checkpoint=...)` keep their meaning, except that checkpoints lie in a store on each node.
-    `resume_from_checkpoint=True` is the newest whole checkpoint, the same on every rank; without one, training
-    begins anew. A path's last part, `checkpoint-<step>`, is the checkpoint of that step.
+    `resume_from_checkpoint=True` loads the newest complete checkpoint, the same on every rank. Without one, training
+    begins anew. If the last part of a path is `checkpoint-<step>`, it means the checkpoint of that step.
 
-    Model and optimizer are saved sharded, under the model's own names; TrainerState, callbacks, schedule, scaler and
-    generators for each rank. As many ranks as saved get their own back; another number gets rank 0's, and warns.
+    Model and optimizer are saved sharded, under the model's own names. TrainerState, callbacks, schedule, scaler and
+    generators are saved for each rank. If as many ranks load as saved, each gets its own state. Another number of ranks
+    gets rank 0's, and warns.
 
     Args:
         replicated_root: this node's store, a directory on a node-local disk. None: `replicated` in `args.output_dir`.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: a scheduler's state may name any class.
-        adapter_only: of a model with PEFT's adapters, saves contain everything but the frozen base. False: the base, too.
+        adapter_only: for a model with PEFT's adapters, a save contains everything but the frozen base. False: the base,
+            too.
     """
 
     args: Any

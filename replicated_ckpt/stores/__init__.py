@@ -1,4 +1,5 @@
-"""Bytes at rest: local directories, peers and buckets behind small interfaces. Knows nothing of DCP; torch may not enter.
+"""Bytes at rest: local directories, peers and buckets behind small interfaces. They are independent of DCP; torch may
+not enter.
 
-A save writes each shard through the `tee`; a load reads it from `any_source`, of which each is `verified`.
+A save writes each shard through the `tee`. A load reads it from `any_source`, whose sources are each `verified`.
 """

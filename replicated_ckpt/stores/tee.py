@@ -54,7 +54,7 @@ class Buffers:
 
 @dataclass
 class _Piece:
-    """Bytes that follow each other in the shard, wherever they lie. `buffer` holds those that were copied."""
+    """Consecutive bytes of the shard, wherever they lie in memory. `buffer` holds those that were copied."""
 
     buffer: memoryview
     views: tuple[memoryview, ...]

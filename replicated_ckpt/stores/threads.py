@@ -64,9 +64,10 @@ _TRIES, _TRY_AGAIN_S = 100, 0.11
 def give_way(niceness: int) -> None:
     """Raises the niceness of this thread, and of threads that it starts, for the rest of their lives.
 
-    `niceness`: 1 to 19, of the agent. A thread gets 5 more, as without autogroups each thread competes by itself. 0, or a
-    value below the current niceness, does nothing. Only for threads that end with their work: an unprivileged thread cannot
-    lower its niceness again. On Linux `setpriority` applies to a thread (setpriority(2), "C library/kernel differences").
+    `niceness`: 1 to 19, of the agent. A thread gets 5 more, because without autogroups each thread competes by itself.
+    0, or a value below the current niceness, does nothing. Only for threads that end with their work: an unprivileged
+    thread cannot lower its niceness again. On Linux `setpriority` applies to a thread (setpriority(2), "C
+    library/kernel differences").
     """
     thread = threading.get_native_id()
     wanted = min(niceness + _OF_A_THREAD, _LOWEST)
@@ -105,7 +106,9 @@ def _tell_autogroup(niceness: int) -> None:
 
 
 def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:
-    """The error as one of our classes. Others, as MemoryError, cannot be sent: the connection would break."""
+    """The error as one of this package's classes. Others, such as MemoryError, cannot be sent: the connection would
+    break.
+    """
     if isinstance(error, ReplicatedCkptError):
         return error
     if isinstance(error, OSError):

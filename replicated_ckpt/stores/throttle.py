@@ -35,7 +35,7 @@ class Pace:
         """Waits until `size_bytes` more are allowed.
 
         Raises:
-            Stopped: the agent is told to stop meanwhile.
+            Stopped: the agent was asked to stop meanwhile.
         """
         with self._lock:
             now = time.monotonic()
@@ -89,7 +89,7 @@ def copy_pace(
 
 
 def submission_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
-    """The pace of submitted shards: that of copies, if `mib_per_s` is set, but never below HAND_OVER_MIB_PER_S_MIN."""
+    """The pace of submitted shards: the pace of copies, if `mib_per_s` is set, but at least HAND_OVER_MIB_PER_S_MIN."""
     if mib_per_s is None:
         return None
     return copying if mib_per_s >= HAND_OVER_MIB_PER_S_MIN else Pace(HAND_OVER_MIB_PER_S_MIN << 20, stopping)

@@ -84,7 +84,7 @@ class VerifiedShard(ABC):
         return self
 
     def _connect(self) -> None:  # noqa: B027 - most sources have nothing to open
-        """Opens the source; raises if the source shows a wrong shard, as by its size, before a byte is read."""
+        """Opens the source. Raises if the source has a wrong shard, for example by its size, before a byte is read."""
 
     def _rebuild_table(self, expected: Expected) -> BlockTable:
         """The table recomputed from the data here. It is returned only if it matches the saved checksum."""
@@ -137,7 +137,7 @@ class VerifiedShard(ABC):
             raise self._corrupt(f"an item of {size_bytes} bytes does not fit into memory") from exc
 
     def take_bytes_read(self) -> int:
-        """Bytes read since the last call, including those that were bad."""
+        """Bytes read since the last call, bad ones included."""
         count, self.bytes_read = self.bytes_read, 0
         return count
 

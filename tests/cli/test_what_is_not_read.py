@@ -53,7 +53,7 @@ def test_what_lies_on_the_nodes_is_told_all_the_same(
     assert main([verb, "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
     said = capsys.readouterr()
     assert said.err.startswith(f"waiting for {URL} since 0.2 s")
-    assert f"replicated-ckpt {verb}: list '' at {URL}: " in said.err
+    assert f"replicated-ckpt {verb}: list {URL}: " in said.err
     assert "1 checkpoint, " in said.out
     assert main([verb, "-o", "json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
     assert "step-1" in str(json.loads(capsys.readouterr().out)["checkpoints"])

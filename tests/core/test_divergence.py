@@ -39,7 +39,8 @@ def test_a_finding_names_place_and_ranks() -> None:
     """The rank whose bytes are saved first, then who agrees with it, then the others."""
     said = ONE.describe({0: "a", 1: "a", 2: "b", 3: "b"})
     assert said == (
-        "layer.weight at (8, 0): saved from rank 1 on a, as rank 2 on b has it; other bytes on rank 0 on a, rank 3 on b"
+        "layer.weight at (8, 0): saved from rank 1 on a; the same bytes on rank 2 on b; "
+        "other bytes on rank 0 on a, rank 3 on b"
     )
     assert describe_divergences([ONE] * 6, {}).endswith("| and 2 more values")
 

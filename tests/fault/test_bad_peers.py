@@ -130,7 +130,7 @@ def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site)
     for outcome in results.of(cut_off):
         assert outcome["types"] == ["AckNotReached"]
         assert "__1_0.distcp" in outcome["message"]
-        assert "publishes it once it reaches a node that has" in outcome["message"]
+        assert "publishes the save once it reaches a node that has" in outcome["message"]
     assert_whole_everywhere(site, "step-2")
 
 

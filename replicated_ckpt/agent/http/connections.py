@@ -73,7 +73,7 @@ class Connections:
             log.warning("%d connections are open: closing those that have waited longest", self._maximum)
 
     def secure(self, peer: Any, stream: socket.socket) -> None:
-        """The connection goes on over TLS."""
+        """The connection continues over TLS."""
         with self._lock:
             if peer in self._open:
                 self._open[peer].stream = stream
@@ -99,7 +99,7 @@ class Connections:
             return True
 
     def has_requests(self) -> bool:
-        """Whether a request is under way on one: it was begun, and its answer is not sent to its end."""
+        """Whether a request is under way on a connection: it has begun, and its answer is not completely sent."""
         with self._lock:
             return any(connection.is_working for connection in self._open.values())
 

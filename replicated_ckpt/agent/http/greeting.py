@@ -1,7 +1,9 @@
-"""Greetings: an agent that starts sends its address to its peers; one that leaves tells them that its disk is intact.
+"""Greetings: an agent that starts sends its address to its peers. An agent that exits announces that its disk is
+intact.
 
-An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's node.
-The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's certificate.
+An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's
+node. The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's
+certificate.
 """
 
 import hmac
@@ -35,7 +37,7 @@ _HINT = "The greeting agent tries again in its next round. No action is needed."
 
 
 class CallBacks:
-    """Bounds the calls with which greetings are checked: by node of the address book, and by address of the sender.
+    """Limits the calls by which greetings are checked: by node of the address book, and by address of the sender.
 
     Safe for concurrent use.
     """
@@ -77,10 +79,10 @@ class CallBacks:
             raise _refusal(
                 # Made-up senders must not push out the debts of real ones.
                 node_id,
-                f"{sender} sends greetings in this node's name more than once in {INTERVAL_S:.0f} s",
+                f"{sender} sends greetings in this node's name more often than every {INTERVAL_S:.0f} s",
             )
         if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
-            raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender greet")
+            raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender have sent greetings")
         self._paid_until[pair] = due
 
     def _has_room(self, sender: str) -> bool:
@@ -88,7 +90,7 @@ class CallBacks:
 
 
 def _refusal(node_id: str, why: str) -> StoreUnavailable:
-    return StoreUnavailable("this agent", "hear", f"node {node_id[:80]}", why, _HINT)
+    return StoreUnavailable("this agent", "check the greeting of", f"node {node_id[:80]}", why, _HINT)
 
 
 GREETING_TIMEOUT_S = 2.0
@@ -97,7 +99,8 @@ GREETING_DEADLINE_S = 5.0
 
 
 class Greeter:
-    """Greets each peer that was known at the start, at once or as soon as it answers: it may have an old address of us.
+    """Greets each peer in the address book at the start, at once or as soon as it answers: it may have an old address
+    of this agent.
 
     Peers that are introduced later get this node's address from the ranks.
     """
@@ -126,7 +129,7 @@ class Greeter:
         try:
             thread.start()
         except (RuntimeError, MemoryError) as exc:  # ends no agent: each peer is greeted once it answers
-            log.warning("greets its peers later, as it cannot start a thread: %s", exc)
+            log.warning("greets its peers later, because it cannot start a thread: %s", exc)
         return thread
 
     def greet_all(self) -> None:
@@ -136,7 +139,7 @@ class Greeter:
             log.warning("greets its peers later: %s", exc)
 
     def greet(self, nodes: Collection[str]) -> None:
-        """Greets those of these nodes that have not heard this agent since it started."""
+        """Greets those of these nodes that this agent has not greeted since it started."""
         with self._lock:
             # The set itself: `announce` replaces it, and what is heard now does not count for the new one.
             unheard = self._missing
@@ -174,14 +177,15 @@ class Greeter:
             return sorted(self._refusals.values())
 
     def say_goodbye(self) -> None:
-        """Tells every known peer that this agent leaves with its disk intact. A peer that is not reached sees only silence.
+        """Announces to every known peer that this agent exits with its disk intact. A peer that it does not reach sees
+        a silent node.
 
         Until this returns the agent must answer: each peer calls back.
         """
         try:
             FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
         except StoreError as exc:  # of the address book
-            log.warning("exits without a goodbye: %s", exc)
+            log.warning("exits, and could not announce that to its peers: %s", exc)
 
     def _tell(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
@@ -192,12 +196,12 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     """Calls a known node back after a greeting, and stores its new address if the agent there confirms it.
 
     A node that answers at its known address has not moved, whatever was announced. The host changes only if the node's
-    certificate is pinned: over plain HTTP a thief of the token could redirect every peer to himself. An agent may
+    certificate is pinned: over plain HTTP, a thief of the token could redirect every peer to his own host. An agent may
     count fewer starts than the known one, if its disk was restored from a backup.
 
     Raises:
-        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: so has nothing,
-        as two agents of that node run. StoreUnavailable: it was not called back, as too many are.
+        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: two agents of
+            that node run; nothing has changed. StoreUnavailable: too many nodes are being called back.
     """
     known = _identify_named(book, said)
     # A renewed certificate: only the agent that still shows the known one may vouch for the new one.
@@ -217,11 +221,11 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         raise book.duplicate_nodes.record_duplicate(known, announced)
     # It still answers at the known address: a greeting from elsewhere is a thief's, or of an earlier start.
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
-        raise _denial(said, "it still answers at its known address, and denies the change")
+        raise _denial(said, "the agent at its known address still answers, and denies the change")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
     if not found:
         log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
-        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not confirm this")
+        raise _denial(said, f"the agent at {announced.host}:{announced.port} does not confirm it")
     book.learn(found[:1])
 
 
@@ -234,28 +238,30 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     try:
         found = ask_who(known)
     except ReplicatedCkptError as exc:
-        raise _denial(said, f"its certificate changed, and no agent answers with the known one: {exc.message}") from exc
+        raise _denial(
+            said, f"its certificate changed, and no agent shows the known certificate: {exc.message}"
+        ) from exc
     if found != Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
-        raise _denial(said, "its certificate changed, and the agent with the known one does not confirm this")
+        raise _denial(said, "its certificate changed, and the agent with the known certificate does not confirm that")
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
 
 def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
-    """Calls a known node back after a goodbye, and notes that it is away if its agent confirms that it leaves.
+    """Calls a known node back after a goodbye. If its agent confirms that it exits, records that the node is away.
 
     Raises:
-        StoreDenied: it does not say so; nothing has changed. Silent, it counts as any node that fell silent.
-        StoreUnavailable: it was not called back, as too many are.
+        StoreDenied: the agent does not confirm it; nothing has changed. If it then stops answering, it counts as any
+            silent node. StoreUnavailable: too many nodes are being called back.
     """
     known = _identify_named(book, said)
     with call_backs.take_turn(known.node_id, from_host):
         try:
             found = ask_who(known)
         except ReplicatedCkptError as exc:
-            raise _denial(said, f"called back, it does not confirm its exit: {exc.message}") from exc
+            raise _denial(said, f"its agent does not confirm that it exits: {exc.message}") from exc
     is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
     if not is_leaving:
-        raise _denial(said, "called back, it does not confirm its exit")
+        raise _denial(said, "its agent does not confirm that it exits")
     book.leave(known.node_id)
 
 
@@ -269,4 +275,4 @@ def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
 
 
 def _denial(said: AgentAddress, why: str) -> StoreDenied:
-    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, INTRODUCE_HINT)
+    return StoreDenied("this agent", "check the greeting of", f"node {said.node_id}", why, INTRODUCE_HINT)

@@ -149,18 +149,18 @@ class ObjectRoutes:
     def _probe(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Whether a bucket can be reached, and whether a checkpoint's name is free there."""
         if not is_checkpoint_id(fields["checkpoint_id"]):
-            raise ConfigInvalid("probe: no checkpoint id.")
+            raise ConfigInvalid("The request `probe` names no checkpoint id.")
         return self._prober.probe(str(fields["url"]), fields["checkpoint_id"])
 
     def _remove(self, fields: Mapping[str, Any]) -> Answer:
         """Removes a save from a bucket that this node's own user has named; answers whether it was there."""
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
-            raise ConfigInvalid("remove: no save of a checkpoint is named.")
+            raise ConfigInvalid("The request `remove` names no save of a checkpoint.")
         told = decode_manifest(fields["manifest"].encode(), "the command") if fields.get("manifest") else None
         # With another save's manifest the objects of that save would be deleted.
         if told is not None and (told.checkpoint_id, told.save_id) != (checkpoint_id, save_id):
-            raise ConfigInvalid("remove: the manifest is of another save.")
+            raise ConfigInvalid("The manifest in the request `remove` is of another save.")
         manifest = self._manifest_of(save_id) or told
         # Before the objects go: an order that is left would upload the save again.
         self.uploader.book.forget(save_id)
@@ -189,7 +189,7 @@ class ObjectRoutes:
         save_id, url = fields["save_id"], fields["url"]
         node = f"node {self._service.node_id}"
         if not is_save_id(save_id):
-            raise ConfigInvalid("upload: no save is named.")
+            raise ConfigInvalid("The request `upload` names no save.")
         # Any peer may order an upload, but none may choose where this node's data goes.
         if url not in self.uploader.book.read_urls():
             raise ConfigInvalid(f"No rank of {node} has named the object store {str(url)[:200]!r}.", UNKNOWN_HINT)

@@ -25,9 +25,9 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     """Stages `.metadata` of an open save, copied from another agent or from another save here. Durable afterwards.
 
     Raises:
-        PeerProtocolError: the request does not say what from where. ObjectMissing: that node was not introduced here, or
-        that save does not lie here. ObjectCorrupt: what is there is something else.
-        SaveAborted, StoreError: what the other agent, or the node's own store, refused with.
+        PeerProtocolError: the request names no valid file or source. ObjectMissing: that node was not introduced here,
+            or that save is not here. ObjectCorrupt: the source has other bytes. SaveAborted, StoreError: the refusal of
+            the other agent, or of the node's own store.
     """
     fields = request.document()
     with parsing("Metadata cannot be pulled"):
@@ -39,7 +39,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
             opened = partial(_open_at_peer, service.peers.address_of(str(fields["from"])), save_id)
     # A negative size would pass every bound below.
     if wanted.size_bytes < 0:
-        raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
+        raise PeerProtocolError(f"{wanted.size_bytes} bytes is not a possible size of .metadata.")
     service.check_open(save_id)
     with taking_metadata(service.store.intent_of(save_id), wanted.size_bytes):
         pass  # refuses a size over the bound before any byte is copied

@@ -81,7 +81,7 @@ class RepairRoutes:
             return self.by_verb[verb](fields, request)
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The agent of a known peer has started, perhaps at another address; or it leaves, its disk intact."""
+        """The agent of a known peer has started, perhaps at another address, or exits with its disk intact."""
         said, is_leaving = AgentAddress.from_json(fields["peer"]), fields.get("is_leaving") is True
         heed = heed_goodbye if is_leaving else heed_hello
         with request.heartbeat:
@@ -89,13 +89,13 @@ class RepairRoutes:
         return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A load begins: pins the save that it reads, and notes the largest sequence that it has seen of the lineage.
+        """A load begins: pins the save that it reads, and records the largest sequence that it has seen in the lineage.
 
-        `restores`: of a load of "latest", how often the save was restored since the run's last save, this time included.
+        `restores`: for a load of "latest", how often the save was restored since the run's last save, this time included.
         """
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
-            raise ConfigInvalid("sequence: no save of a lineage is named.")
+            raise ConfigInvalid("The request `sequence` names no save of a lineage.")
         sequence, restores = int(fields["sequence"]), int(fields.get("restores", 0))
         self._service.hear({lineage: sequence}, request.peer_host)
         if not fields.get("is_load", True):
@@ -108,10 +108,10 @@ class RepairRoutes:
         return json_answer(is_here=bool(here), is_slim=any(found.is_slim for found in here))
 
     def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """A load has read bad bytes of this node: the file is read again here, and mended if it is bad."""
+        """A load has read bad bytes of this node: the agent reads the file again, and repairs it if it is bad."""
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
-            raise ConfigInvalid("suspects: no file of a checkpoint is named.")
+            raise ConfigInvalid("The request `suspects` names no file of a checkpoint.")
         self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", ""), _WHY_CHARS_MAX))
         return json_answer()
 
@@ -122,22 +122,24 @@ class RepairRoutes:
         return json_answer(self._reprotector.wake if is_due else None)
 
     def _abort_lost(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The operator gives nodes up for lost: a save that is in doubt only for them is settled."""
+        """The operator declares nodes lost: a save that is in doubt only because of them is settled."""
         save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
         if not is_save_id(save_id) or not lost:
-            raise ConfigInvalid("abort-lost: a save and the nodes that are lost must be named.")
+            raise ConfigInvalid("The request `abort-lost` names no save, or no lost nodes.")
         with request.heartbeat:
             waits_for = abort_lost(self._service, save_id, lost)
         return json_answer(self._reprotector.wake, waits_for=list(waits_for))
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Removes this node's copy of a save for good; answers why it stays, if it does. `is_asked`: only answers that.
+        """Removes this node's copy of a save for good. If the copy stays, answers why. `is_asked`: only answers, and
+        removes nothing.
 
-        `is_patient`: a save that a load reads goes when that is over. `session`: the loads of this session are over.
+        `is_patient`: a save that a load reads is removed when that load has ended. `session`: the loads of this session
+        have ended.
         """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
-            raise ConfigInvalid("remove: no save of a checkpoint is named.")
+            raise ConfigInvalid("The request `remove` names no save of a checkpoint.")
         self._refuse_renamed(checkpoint_id, save_id)
         if fields.get("session"):
             service.pins.end(str(fields["session"]))
@@ -207,20 +209,20 @@ class RepairRoutes:
         return json_answer()
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
-        """A directory that a user renamed, or copied under another name, is the user's alone."""
+        """Refuses a directory that a user renamed, or copied under another name: it belongs to the user alone."""
         manifest = self._service.store.catalog.find_manifest(checkpoint_id)
         if manifest is not None and manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
     def _is_here(self, checkpoint_id: str, save_id: str) -> bool:
-        """Whether the save lies here under this name; a user's copy of it under another one is not meant."""
+        """Whether the save lies here under this name. A user's copy of it under another name does not count."""
         try:
             return self._service.store.catalog.is_here(checkpoint_id, save_id)
         except ManifestInvalid:
             return False
 
     def _forget(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """The user gives a node up for lost: removes it from the address book."""
+        """The user declares a node lost: it is removed from the address book."""
         is_known = self._service.peers.forget(str(fields["node_id"]))
         return json_answer(self._reprotector.wake, is_known=is_known)
 
@@ -230,9 +232,9 @@ class RepairRoutes:
         return json_answer()
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Reads everything on this node, or one checkpoint; answers which files are damaged and which are intact.
+        """Reads everything on this node, or one checkpoint. Answers which files are damaged and which are intact.
 
-        Damaged files are noted, and mended like those that a reader reports.
+        Damaged files are recorded, and repaired like those that a reader reports.
         """
         checkpoint_id = fields.get("checkpoint_id")
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
@@ -269,7 +271,7 @@ class RepairRoutes:
         return {"bytes_read": inspector.bytes_read, "size_bytes": self._bytes_to_read}
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Does this node's part of a plan; answers the error of each action, or "". A peer's plan may replace nothing."""
+        """Does this node's part of a plan. Answers the error of each action, or "". A peer's plan may replace no save."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
             # A peer's plan may replace nothing: its token would then be enough to delete checkpoints here.

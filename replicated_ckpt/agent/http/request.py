@@ -97,7 +97,7 @@ class Request:
         """The JSON object in the body.
 
         Raises:
-            PeerProtocolError: there is none, or it is too large.
+            PeerProtocolError: the body is not a JSON object, or too large.
         """
         return document_in(self.body.read_all(DOCUMENT_BYTES_MAX) or b"{}", "The request came")
 
@@ -149,7 +149,7 @@ class Checks:
         # Refused before the body is read: a queue without end would hold a body and a thread each.
         if not self._places.acquire(blocking=False):
             detail = f"{CHECKS_MAX} checks already run on this node, or wait there"
-            raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
+            raise StoreUnavailable("this node", "verify", "", detail, "Ask again when they have ended.")
         try:
             with request.heartbeat, self._turn:  # one body at a time, too
                 yield request.body.read_all(body_bytes_max) if body_bytes_max else b""

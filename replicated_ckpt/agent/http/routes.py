@@ -111,7 +111,7 @@ class SubmissionRoutes:
             request.require(Right.JOB)
         names: Any = fields.get("shards")
         if not isinstance(names, list) or any(ShardName.parse(str(name)) is None for name in names):
-            raise PeerProtocolError("written: no shards are named.")
+            raise PeerProtocolError("The request `written` names no shards.")
         with request.heartbeat:
             written = self._service.submissions.wait_for_shards(save_id, [str(name) for name in names])
         return json_answer(written=[copies.to_json() for copies in written])

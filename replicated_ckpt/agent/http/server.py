@@ -49,9 +49,9 @@ _MAPPED = "::ffff:"
 
 
 class DualStackServer(ThreadingHTTPServer):
-    """Listens on `bind`. 0.0.0.0 includes IPv6, where the host has it: peers may have no other route to this node.
+    """Listens on `bind`. 0.0.0.0 includes IPv6 if the host has it: peers may have no other route to this node.
 
-    `server_address` is the address as it was asked for, with the port that was taken.
+    `server_address` is the requested address, with the port that was taken.
     """
 
     def __init__(self, bind: tuple[str, int], handler: Any) -> None:
@@ -138,7 +138,7 @@ def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
 
 
 class AgentServer(DualStackServer):
-    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for a further one, an idle one is closed.
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open. For a further one, an idle one is closed.
 
     OWNER_RESERVE of the connections are reserved for requests of the node's own user.
     """
@@ -159,7 +159,9 @@ class AgentServer(DualStackServer):
         super().__init__(bind, _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. Without a free descriptor it waits a moment, as the caller would retry in a busy loop."""
+        """The next connection. Without a free descriptor it waits a moment, because the caller would retry in a busy
+        loop.
+        """
         try:
             return super().get_request()
         except OSError as exc:
@@ -206,7 +208,7 @@ class AgentServer(DualStackServer):
         return secured
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
+        """Called by socketserver inside its exception handler. Either the peer has disconnected, or this is a defect."""
         del request
         is_defect = not isinstance(sys.exception(), OSError)
         # A client without a token can cause any exception: it gets no traceback into the log.

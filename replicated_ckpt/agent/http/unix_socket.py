@@ -43,7 +43,7 @@ class UnixSocketServer:
         start_worker(self._accept, name="rckpt-unix-socket")
 
     def close(self) -> None:
-        """Refuses new shards. Those that are being written go on."""
+        """Refuses new shards. Shards that are being written continue."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -68,7 +68,7 @@ class UnixSocketServer:
                 self._refuse(connection, exc)
 
     def _refuse(self, connection: socket.socket, exc: StoreUnavailable) -> None:
-        """Refuses a rank, which then writes its shard itself. Its message is not read, as it may be long."""
+        """Refuses a rank, which then writes its shard itself. Its message is not read, because it may be long."""
         log.warning("a rank that submits a shard is refused: %s", exc)
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_PAUSE_S)  # this is the accepting thread: no rank may hold it up
@@ -125,7 +125,9 @@ class UnixSocketServer:
     def _begin(
         self, connection: socket.socket, fields: dict[str, Any], descriptors: list[int]
     ) -> "Future[WrittenCopies]":
-        """Raises ConnectionAbortedError: the rank no longer waits, as this agent hung; the rank writes the shard itself."""
+        """Raises ConnectionAbortedError: the rank no longer waits, because this agent hung, and writes the shard
+        itself.
+        """
         try:
             # After a long stop the rank may have written the shard itself: two writers of one file.
             require_asker(connection)

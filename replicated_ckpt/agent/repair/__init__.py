@@ -1,1 +1,1 @@
-"""Repair by an agent: the rounds of re-protection, what they mend, scrub and audits."""
+"""Repair by an agent: the rounds of re-protection, their repairs, the scrub and audits."""

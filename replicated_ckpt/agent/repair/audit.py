@@ -1,4 +1,4 @@
-"""The audit: every node reads all its files; the result lists damage and the plan that mends it. Changes nothing."""
+"""The audit: every node reads all its files. The result lists damage, and the plan that repairs it. Changes nothing."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence

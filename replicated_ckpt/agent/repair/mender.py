@@ -1,4 +1,4 @@
-"""Mending: carries out this node's part of a repair plan. It overwrites nothing, and installs only verified bytes."""
+"""Mending: carries out this node's part of a repair plan. It overwrites nothing, and puts only verified bytes in place."""
 
 import contextlib
 import logging
@@ -131,7 +131,7 @@ class Mender:
         """
         if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._store.journal.read_removed():
             raise SaveAborted(
-                f"{checkpoint_id!r} (save {manifest.save_id}) was removed by this node's user.",
+                f"This node's user has removed {checkpoint_id!r} (save {manifest.save_id}).",
                 "To restore it, move its directory back under the root.",
             )
 
@@ -336,7 +336,7 @@ class Mender:
 
 
 def _bring_back(manifest: Manifest, entry: ShardEntry, sources: Sequence[str]) -> str:
-    """The hint if the copies at `sources`, which answer, are not enough: it names the other intended holders."""
+    """The hint if the copies at `sources`, which answer, are not enough. It names the other intended holders."""
     hosts = {node.node_id: node.host for node in manifest.nodes}
     others = [f"{node} ({hosts.get(node, 'host unknown')})" for node in entry.holders if node not in sources]
     if not others:

@@ -118,7 +118,7 @@ class Pauses:
         self._next_s = PAUSE_S
 
     def begin_round(self, nodes: int) -> None:
-        """A round begins for which the thread was woken."""
+        """A round begins, for an event that woke the thread."""
         self._next_s = min(PAUSE_S, max(FIRST_PAUSE_S, _FIRST_PER_NODE_S * nodes))
 
     def after(self, nodes: int, *, is_active: bool) -> float:
@@ -228,7 +228,7 @@ class Reprotector:
         # A load on a thousand ranks reports the same file a thousand times.
         if self._service.damage.is_known(checkpoint_id, save_id, name):
             return
-        log.info("will be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
+        log.info("reads again, as a peer reported it as bad: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
         self._suspects.append((checkpoint_id, save_id, name))
         self.wake()
 
@@ -272,7 +272,7 @@ class Reprotector:
         # In short waits: the thread that does orders ends when the agent leaves.
         while not wait([order], PAUSE_S).done:
             if self._stopping.is_set():
-                raise StoreUnavailable("this agent", "repair", "plan", "it is about to exit")
+                raise StoreUnavailable("this node", "repair", "", "its agent is about to exit")
         return order.result()
 
     def _run(self) -> None:
@@ -309,7 +309,7 @@ class Reprotector:
             self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
 
     def _rest(self, seconds: float) -> None:
-        """Sleeps so long. Only an order, or the end of the agent, interrupts it."""
+        """Sleeps for this time. Only an order, or the end of the agent, interrupts it."""
         until = self._clock() + seconds
         while not self._orders and (left := until - self._clock()) > 0:
             if self._stopping.wait(min(left, FIRST_PAUSE_S)):
@@ -373,7 +373,7 @@ class Reprotector:
         return found
 
     def _remove_meanwhile(self) -> None:
-        """Runs the collector during a long copy, as often as at rest: jobs go on saving, and the disk would fill."""
+        """Runs the collector during a long copy, as often as at rest: jobs continue to save, and the disk would fill."""
         if self._clock() < self._look_again_at:
             return
         try:

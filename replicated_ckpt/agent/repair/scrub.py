@@ -84,7 +84,9 @@ class Scrubber:
                 log.exception("a defect in replicated_ckpt: the scrub stopped, and continues in %.0f s", pause_s)
 
     def scrub(self) -> Scrubbed:
-        """One pass over all checkpoints, from where the last one stopped; returns the totals so far."""
+        """One pass over all checkpoints, starting after the last one of the previous pass. Returns the totals of all
+        passes.
+        """
         self.done = replace(self.done, is_running=True)
         try:
             self._scrub_all()

@@ -1,1 +1,1 @@
-"""What only an agent keeps in ROOT/.agent: where it listens, its tokens and their rights, its log."""
+"""State in ROOT/.agent that only an agent uses: where it listens, its tokens and their rights, its log."""

@@ -1,4 +1,4 @@
-"""Which processes listen on a port of this host, as far as this user may see it: by netlink, or by /proc."""
+"""The processes that listen on a port of this host, as far as this user may see them: by netlink, or by /proc."""
 
 import errno
 import pwd
@@ -85,7 +85,7 @@ def _read_tables() -> list[ListeningSocket]:
 
 
 def describe_listeners(port: int) -> str:
-    """The owners of a port in words: pid and command if visible, else the user; "" if the port is free."""
+    """A description of the owners of a port: pid and command if visible, else the user; "" if the port is free."""
     listeners = listeners_on(port)
     seen = [f"pid {pid} ({_command(pid)})" for pid in _holders({listener.inode for listener in listeners})]
     if seen:

@@ -105,7 +105,7 @@ def _are_same(given: str, known: str) -> bool:
 
 
 def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 - one return a kind of verb
-    """The least right that a request for this path needs. SECURITY.md says why."""
+    """The least right that a request for this path needs. SECURITY.md has the reasons."""
     match (method, *parts):
         case ("GET", "metrics") | ("GET", "v1", "holdings" | "reports" | "status"):
             return Right.PEER

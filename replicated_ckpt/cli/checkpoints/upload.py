@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     add_root_argument(parser)
     parser.add_argument(
-        "--to", metavar="URL", help="target bucket, such as s3://bucket/prefix (default: the one that the save names)"
+        "--to", metavar="URL", help="target bucket, such as s3://bucket/prefix (default: the bucket of the save)"
     )
-    parser.add_argument("--no-wait", action="store_true", help="order the upload and return")
+    parser.add_argument("--no-wait", action="store_true", help="start the upload, and do not wait for it")
     parser.add_argument(
         "--timeout-s",
         type=parse_seconds,

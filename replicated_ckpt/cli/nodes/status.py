@@ -54,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_seconds,
         const=_WATCH_EVERY_S,
         metavar="SECONDS",
-        help=f"repeat every {_WATCH_EVERY_S:.0f} s by default, and mark changes",
+        help=f"repeat until stopped, by default every {_WATCH_EVERY_S:.0f} s, and mark changes",
     )
     add_nodes_argument(parser)
     add_start_argument(parser)
     parser.add_argument(
-        "--own-agent", action="store_true", help="only check whether this node's agent answers: 0, else 5"
+        "--own-agent", action="store_true", help="only check this node's agent: exit code 0 if it answers, else 5"
     )
     add_output_argument(parser, "with --watch one line each time")
 

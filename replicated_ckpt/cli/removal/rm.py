@@ -23,7 +23,7 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
     parser.add_argument(
-        "--save", metavar="SAVE", help="only this save, if several have the checkpoint's name: see `ls`"
+        "--save", metavar="SAVE", help="remove only this save, if `ls` lists several under the checkpoint's name"
     )
     add_removal_arguments(parser)
 

@@ -29,10 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
     add_root_argument(parser)
     parser.add_argument(
-        "--object-store", metavar="URL", help="also in this bucket, with credentials from the environment"
+        "--object-store", metavar="URL", help="also slim it in this bucket, with credentials from the environment"
     )
     parser.add_argument(
-        "--force", action="store_true", help="also of the last full checkpoint of a run, or before its upload has ended"
+        "--force",
+        action="store_true",
+        help="also slim the last full checkpoint of a run, or one whose upload is not complete",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed; change nothing")
     add_output_argument(parser)

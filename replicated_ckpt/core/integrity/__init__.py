@@ -1,1 +1,1 @@
-"""Checksums of blocks and files, the footer that carries them in a shard, and checks of files that have none of ours."""
+"""Checksums of blocks and files, the footer that contains them in a shard, and checks of files without such a footer."""

@@ -36,7 +36,7 @@ _NAME_CHARACTERS = 80
 
 
 class ArchiveDamaged(ValueError):
-    """Bytes begin as a zip container, but not as `torch.save` writes one. The message continues after a subject."""
+    """Bytes begin as a zip container, but are not one as `torch.save` writes it. The message is the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
     for record in sorted(found.values(), key=lambda record: record.start):
         # Overlapping records let a small file expand to any size in memory.
         if record.start < end:
-            raise ArchiveDamaged(f"has a record {record.name!r} in another")
+            raise ArchiveDamaged(f"has a record {record.name!r} that lies in another one")
         end = record.start + record.size
     if end > size_bytes:
         raise ArchiveDamaged("has records beyond its end")
@@ -113,7 +113,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
 
 
 def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
-    """Number of entries, start and end of the directory."""
+    """The number of entries of the zip directory, its start and its end."""
     if size_bytes < _END.size:
         raise ArchiveDamaged("is not a zip container")
     magic, _, _, _, count, length, start, _ = _END.unpack(fetch(size_bytes - _END.size, _END.size))
@@ -129,7 +129,7 @@ def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Sizes and offset, those that do not fit into 32 bits taken from the record's ZIP64 field."""
+    """Sizes and offset. Those that do not fit into 32 bits are taken from the record's ZIP64 field."""
     position, wide = 0, b""
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
@@ -212,14 +212,16 @@ def _crc_of(fetch: Fetch, record: Record) -> int:
 
 @dataclass(frozen=True)
 class OwnFooter:
-    """The footer of a file. `table` None: there is none, or, if `is_damaged`, a damaged one."""
+    """The footer of a file. `table` None: the file has no footer or, with `is_damaged`, a damaged one."""
 
     table: BlockTable | None = None
     is_damaged: bool = False
 
 
 def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
-    """The footer of a file, recognized by its last bytes, or by its size if that is the items' size and a footer's."""
+    """The footer of a file, recognized by its last bytes, or by the file's size, if that is the size of its items and a
+    footer.
+    """
     # Stock torch writes an empty file for a rank without items.
     if size_bytes < FOOTER_TAIL_BYTES:
         return OwnFooter()

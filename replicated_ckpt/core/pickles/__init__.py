@@ -1,1 +1,1 @@
-"""Pickles read without an unpickler: a tree of what one says, made by following its opcodes."""
+"""Pickles read without an unpickler: their opcodes are followed, and give a tree of the content."""

@@ -11,9 +11,9 @@ from replicated_ckpt.core.chunk import is_contiguous
 
 
 class PickleUnsafe(ValueError):
-    """Bytes that are no pickle as picklers write them, or one whose reading exceeds the limits for its size.
+    """The bytes are not a pickle as picklers write it, or its reading would exceed the limits for its size.
 
-    The message continues after a subject, as in ".metadata".
+    The message is the end of a sentence that begins with a subject, such as "The .metadata".
     """
 
 

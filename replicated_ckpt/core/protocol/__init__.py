@@ -1,1 +1,1 @@
-"""The commit protocol as values: who decides, what may be dropped, where copies go."""
+"""The commit protocol as values: who decides, which versions may be removed, where copies go."""

@@ -37,16 +37,16 @@ class SeenSave:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every shard and the metadata were seen intact: only such a save may replace another (I2).
+        """Whether every shard and the metadata were seen intact. Only such a save may replace another one (I2).
 
-        Never for a save without shards: only its manifest would have been seen.
+        False for a save without shards: only its manifest could have been seen.
         """
         shards = self.manifest.shards
         return bool(self.with_metadata and shards) and all(self.intact[shard] for shard in shards)
 
     @cached_property
     def may_be_whole(self) -> bool:
-        """Whether it can become whole, by repair and by the return of nodes that do not answer."""
+        """Whether it can become whole by repair, and by the return of nodes that do not answer."""
         has_metadata = bool(self.with_metadata or self.assumed_metadata)
         return has_metadata and all(self.can_give(shard) or self.assumed[shard] for shard in self.manifest.shards)
 
@@ -74,7 +74,7 @@ class SeenSave:
         return is_conflicting or not self.manifest.shards.keys().isdisjoint(held.sizes)
 
     def strays(self, node_id: str) -> list[str]:
-        """Shards in the node's directory that the manifest does not name, nor the one of a node that has the optimizer."""
+        """Shards in the node's directory that belong neither to the manifest nor to the optimizer that it has dropped."""
         held = [holding for holding in self.found.holdings if holding.node_id == node_id]
         names = {name: holding for holding in held for name in holding.sizes if name not in self.manifest.shards}
         return sorted(name for name, holding in names.items() if not self._is_dropped_elsewhere(name, holding))

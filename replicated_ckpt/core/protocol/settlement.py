@@ -53,10 +53,10 @@ def settle_staged(
 ) -> Settlement:
     """The fate of a save that is staged on node `own` without a decision. `nodes` are the nodes in its intent.
 
-    The save is completed if any node has published it. It is dropped only if no node has published it or ever will. Each
-    of these proves that: a node answers that the save has ended (`ABORTED`); this node is the coordinator's, which has the
-    decision before any other, and has none; or every other node of the save answers that it did not publish the save. A
-    missing answer proves nothing.
+    The save is completed if any node has published it. It is removed only if no node has published it or ever will.
+    Each of these facts proves that: a node answers that the save has ended (`ABORTED`); this node is the coordinator's,
+    which gets the decision before any other node, and has none; or every other node of the save answers that it did not
+    publish the save. A missing answer proves nothing.
     """
     published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
     # First: once any node has published it, dropping a part here could lose the last copy (I1).

@@ -1,1 +1,1 @@
-"""What keeps checkpoints whole or retires them: plans of repair, policies of retention."""
+"""Rules that keep checkpoints complete, or retire them: plans of repair, policies of retention."""

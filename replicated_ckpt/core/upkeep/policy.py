@@ -106,14 +106,14 @@ def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ..
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node's report besides its holdings, on which removals depend: its policies, marks, and the state of uploads.
+    """A node's report besides its holdings: its policies, marks, and the state of its uploads. Removals depend on it.
 
-    `uploading`: saves that are not in the bucket yet, to its knowledge. `uploaded`: saves that are in the bucket, or need
-    not be. `ordered`: the saves in `uploading` that a user ordered by hand; they count in any case. `removed`: saves that
-    the node's own user removed by hand. `unable`: the saves in `uploading` that the node cannot upload: no rank there has
-    named the bucket, or its key is refused. `absent`: the saves in `uploaded` that are not in the bucket, as they were
-    removed there or not kept. `is_busy`: it may be making copies now. `is_drained`: its user is taking it down, so its
-    copies do not count for other drained nodes.
+    `uploading`: saves that, to the node's knowledge, are not in the bucket yet. `uploaded`: saves that are in the
+    bucket, or need not be. `ordered`: the saves in `uploading` that a user ordered by hand; they always count.
+    `removed`: saves that the node's own user removed by hand. `unable`: the saves in `uploading` that the node cannot
+    upload: no rank there has named the bucket, or its key is refused. `absent`: the saves in `uploaded` that are not in
+    the bucket, because they were removed there or not kept. `is_busy`: the node may be making copies now. `is_drained`:
+    its user is taking it down, so its copies do not count for other drained nodes.
     """
 
     policies: tuple[Policy, ...] = ()

@@ -28,10 +28,10 @@ class Presence(Enum):
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node for the planner. `holdings` None: unknown, it is assumed to have its intended shards.
+    """One node for the planner. `holdings` None: they are unknown, and the node is assumed to have its intended shards.
 
-    `unclaimed` are its files without a valid manifest. `is_leaving`: it is to be taken down; it gives copies, takes none,
-    and its own do not count. `writable_bytes` None: its room is unknown.
+    `unclaimed` are its files without a valid manifest. `is_leaving`: the node is to be taken down. It sends copies, but
+    takes none, and its own copies do not count. `writable_bytes` None: its room is unknown.
     """
 
     node_id: str
@@ -237,8 +237,9 @@ class _Planning:
             self.short.append(ShortShard(*place, wanted=1, have=int(bool(waits_for)), waits_for=waits_for))
 
     def _add_save(self, save: SeenSave, takers: set[str], blank: set[str], *, is_in_doubt: bool) -> None:
-        """`takers` have this save or should have it. On `blank` ones a replaced version is published again, as the newer
-        one was removed."""
+        """Plans one save. `takers` have this save or should have it. On `blank` nodes a replaced version is published
+        again, because the newer one was removed.
+        """
         found, takers = save.found, takers - self._leaving
         for node_id in sorted(takers):
             lacks_metadata = node_id not in save.with_metadata and bool(save.with_metadata)

@@ -103,7 +103,7 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 def _find_dropping(
     candidates: Sequence[Candidate], good: Sequence[Candidate], retention: Retention
 ) -> Mapping[str, str]:
-    """By save that loses its optimizer if it is kept, the rule. `good`: those that count."""
+    """For each save that loses its optimizer if it is kept, the rule. `good`: the saves that count."""
     if retention.full_last is None:
         return {}
     full = {one.sequence for one in good if one.is_full and one.is_whole}
@@ -186,7 +186,7 @@ def _judge_one(
 
 @dataclass(frozen=True)
 class Removal:
-    """One node removes its files of a save; `is_slimming`: those of its optimizer alone."""
+    """One node removes its files of a save; with `is_slimming` only those of the optimizer."""
 
     node_id: str
     checkpoint_id: str
@@ -298,16 +298,17 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
 def _left_aside(
     verdicts: Sequence[Verdict], manifests: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
 ) -> Iterator[Verdict]:
-    """Incomplete versions of other runs that a removed save had replaced, and that its removal would publish again.
+    """Incomplete versions of other runs that a removed save had replaced. Its removal would publish them again.
 
-    They are last here, so that a node removes them first. A whole version is kept, and one that some node publishes.
+    They are last here, so that a node removes them first. A complete version stays, and so does one that some node
+    publishes.
     """
     going = {verdict.checkpoint_id for verdict in verdicts if not verdict.is_kept}
     judged = {verdict.save_id for verdict in verdicts}
     for save_id in sorted(manifests.keys() - judged):
         old, held = manifests[save_id], holdings[save_id]
         if old.checkpoint_id in going and all(one.is_replaced for one in held) and not _copies(old, held):
-            rule = "its replacement is removed, and this is a part of it"
+            rule = "the version that replaced it is removed, and this one is incomplete"
             yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule)
 
 

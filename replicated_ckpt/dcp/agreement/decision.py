@@ -1,4 +1,6 @@
-"""The decision about one save: what the coordinator drew and chose, as every rank reads it, and each rank's receipt."""
+"""The decision about one save: what the coordinator drew and chose, in the form that every rank reads, and each rank's
+receipt.
+"""
 
 import os
 from base64 import b64decode, b64encode
@@ -32,10 +34,11 @@ _SHARD_BYTES_MIN = 1 << 20
 
 
 def announce(plans: Sequence[SavePlan]) -> Announced:
-    """An upper bound of what a save of these plans writes, with room for planners that write wider types than planned.
+    """An upper bound of the bytes that a save of these plans writes, with room for planners that write wider types than
+    planned.
 
-    Returns NOTHING_ANNOUNCED where plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
-    CachedSavePlanner holds the whole one, and counts.
+    Returns NOTHING_ANNOUNCED if plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
+    CachedSavePlanner holds the whole plan, and counts.
     """
     plans = [find_whole(plan) for plan in plans]
     # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
@@ -46,7 +49,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
 
 
 def tensor_bytes(plan: SavePlan) -> int | None:
-    """Bytes of the tensors that a plan writes, as planned; None: DCP has left the plan out, as it did not change."""
+    """Bytes of the tensors that a plan writes, as planned. None: DCP has left the plan out, because it did not change."""
     plan = find_whole(plan)
     return _tensor_bytes(plan) if plan.usable else None
 
@@ -73,9 +76,9 @@ _NAME_IT = (
 class SaveDecision:
     """One attempt at one save. `nodes` are in rank order; `nodes[node_by_rank[r]]` is the node of rank r.
 
-    `unreached` are nodes whose agents did not answer when the save was opened: their ranks open it in their own stores
-    themselves, as `session` and `overwrite` say, and they hold no copies for others.
-    `known_layout`: the save whose results the coordinator has cached, so that a rank may refer to its entries in them.
+    `unreached` are nodes whose agents did not answer when the save was opened. Their ranks open it in their own stores,
+    with `session` and `overwrite`. These nodes hold no copies for others. `known_layout`: the save whose results the
+    coordinator has cached, so that a rank may refer to its entries in them.
     """
 
     save_id: str
@@ -203,10 +206,10 @@ class SaveDecision:
 
 @dataclass(frozen=True)
 class SavePost:
-    """The post of each rank before a save. `checkpoint_id` None: it takes the coordinator's.
+    """The post of each rank before a save. `checkpoint_id` None: the rank uses the coordinator's.
 
-    `memory_bytes`: the size that the store may reach, where it lies in memory; None: it lies on a disk.
-    `wants`: the arguments of its writer, as text, that all ranks must give alike. `items`: in its plan, before DCP drops
+    `memory_bytes`: the size that a store in memory may reach; None for a store on a disk. `wants`: the arguments of the
+    rank's writer that must be equal on all ranks, as text. `items`: the number of items in its plan, before DCP drops
     those that several ranks have. `plan_digest`: equal for equal items; "" on a rank that copies no other rank's shard.
     `help_token`: see `own_copies`. `takes_copies`: other ranks may copy its shards.
     """
@@ -234,11 +237,11 @@ class SavePost:
 
 
 def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
-    """The decision that follows from what the ranks posted, and from DCP's plans for them, in rank order.
+    """The decision that follows from the ranks' posts, and from DCP's plans for them, in rank order.
 
     Raises:
-        CheckpointIdMismatch: the ranks named different checkpoints; one that takes the coordinator's names none.
-        ConfigInvalid: two different stores claim the same identity; or the ranks want different saves.
+        CheckpointIdMismatch: the ranks named different checkpoints. A rank that uses the coordinator's id names none.
+            ConfigInvalid: two different stores claim the same identity, or the ranks want different saves.
     """
     checkpoint_id = posts[0].checkpoint_id
     given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
@@ -266,7 +269,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
 
 
 def _find_states(posts: Sequence[SavePost]) -> Mapping[str, str]:
-    """By node: a text that is equal for nodes whose ranks have the same items; "" where some rank does not say."""
+    """By node, a text that is equal for nodes whose ranks have the same items; "" if some rank does not report it."""
     digests: dict[str, list[str]] = {}
     for post in posts:
         digests.setdefault(post.node.node_id, []).append(post.plan_digest)
@@ -276,10 +279,10 @@ def _find_states(posts: Sequence[SavePost]) -> Mapping[str, str]:
 def name_checkpoint(
     root: str, given_id: str | os.PathLike[str] | None, id_from: CheckpointIdFrom, *, is_coordinator: bool
 ) -> str | None:
-    """The checkpoint that a rank names when it registers; None if it takes the coordinator's.
+    """The checkpoint that a rank names when it registers; None if it uses the coordinator's.
 
     Raises:
-        ConfigInvalid: it was given none, or none that could be under `root`.
+        ConfigInvalid: the rank was passed no id, or an id that cannot be under `root`.
     """
     if id_from == "coordinator" and not is_coordinator:
         return None
@@ -313,7 +316,7 @@ def _forget_identity(node: NodePost) -> str:
 
 
 def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
-    """In words, each way in which this save protects less than was asked for."""
+    """Descriptions of each way in which this save protects less than was asked for."""
     placement = decision.placement
     found = []
     if placement.copies < copies:
@@ -327,11 +330,12 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
         count = len({node.domains[0] for node in decision.nodes})
         is_named = any(node.domain for node in decision.nodes)
         places = plural(count, "failure domain" if is_named else "host")
+        one_place = "in one domain" if is_named else "on one host"
         found.append(
-            f"the {len(decision.nodes)} nodes of this save are {('in' if is_named else 'on')} {places}. For "
-            f"{len(placement.shared_domain)} of them, two copies of a shard share one, and are lost with it. Start "
-            "ranks on more hosts. If nodes of one host fail independently, name a failure domain for each: "
-            f"ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
+            f"the {len(decision.nodes)} nodes of this save are {('in' if is_named else 'on')} {places}. For the shards of "
+            f"{plural(len(placement.shared_domain), 'node')}, two copies lie {one_place}, "
+            "and are lost with it. Start ranks on more hosts. If nodes of one host fail independently, name a failure "
+            f"domain for each: ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
         )
     # A store whose ranks have different boot ids is mounted on several hosts: its copies are lost together.
     boots: dict[str, set[str]] = {}
@@ -348,10 +352,10 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first.
+    """One shard as it was written. `holders`: the nodes that acknowledged a copy, the owner's first.
 
-    Of one that the node's agent writes the size is 0, and only the name is known. `is_linked`: each holder has given the
-    file of a committed save one more name.
+    If the node's agent writes the shard, the size is 0, and only the name is known. `is_linked`: each holder has
+    hard-linked the file of a committed save.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""This process's node: its store, its agent, its lineage, and the fields of it that other ranks get."""
+"""This process's node: its store, its agent, its lineage, and the fields that it posts for other ranks."""
 
 import ipaddress
 import logging
@@ -211,15 +211,15 @@ def _inode(store: LocalStore) -> str:
 
 
 def find_host() -> tuple[str, str]:
-    """The address under which the other nodes reach this one, and where it comes from.
+    """The address under which the other nodes reach this one, and its origin.
 
-    REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
-    host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
-    default route; so it is where the route has a link-local address, which needs the name of an interface with it.
-    Where MASTER_ADDR itself is loopback, all nodes are on this host.
+    It is REPLICATED_CKPT_HOST if that is set, else the address from which this host reaches MASTER_ADDR. If MASTER_ADDR
+    is this host under a real name, that address may be a loopback address, which is useless to other hosts. Then it is
+    the address of the default route. The same holds if the route has a link-local address, which needs the name of an
+    interface with it. If MASTER_ADDR itself is loopback, all nodes are on this host.
 
     Raises:
-        ConfigInvalid: REPLICATED_CKPT_HOST is not a host, or this one has link-local addresses alone.
+        ConfigInvalid: REPLICATED_CKPT_HOST is not a host, or this host has only link-local addresses.
     """
     override, name = os.environ.get(HOST_ENV), socket.gethostname()
     if override:
@@ -301,7 +301,7 @@ def _root_from_here(root: str) -> PurePath | None:
 
 
 def _find_root(root: str, path: PurePath) -> PurePath | None:
-    """The directory above `path` that is the root, whatever links either goes by."""
+    """The directory above `path` that is the root, also if one of them is given by a link."""
     real = os.path.realpath(root)
     return next((above for above in path.parents if os.path.realpath(above) == real), None)
 
@@ -314,7 +314,8 @@ _PAUSE_S = 0.2
 def ask_agent(
     store: LocalStore, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S
 ) -> dict[str, Any]:
-    """The answer of this node's agent, within so many seconds; an agent that has died meanwhile is started again.
+    """The answer of this node's agent, within this number of seconds. An agent that has died meanwhile is started
+    again.
 
     Raises:
         AgentUnavailable, StoreError: it does not answer. Its refusals, by class.
@@ -337,7 +338,7 @@ _seen: dict[tuple[Path, str], tuple[str, int]] = {}
 
 
 def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
-    """Records that a load or save of this process was of this lineage; `newest` is the newest of its saves seen so far."""
+    """Records the lineage of a load or save of this process. `newest` is the newest save of the lineage seen so far."""
     key = store.root, scope_of(checkpoint_id)
     known = _seen.get(key)
     # A number that a damaged store claims must not use up all that follow.

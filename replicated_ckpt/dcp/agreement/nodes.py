@@ -1,4 +1,4 @@
-"""The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
+"""The nodes of one save, as the coordinator commands them: through their agents, or directly in a single process."""
 
 import json
 import logging
@@ -44,7 +44,9 @@ SENDS_AT_ONCE = 2
 
 
 class Relay:
-    """Chooses which node sends the file to the next one: every node that got it sends it on. Safe for concurrent use."""
+    """Chooses which node sends the file to the next one: every node that has the file sends it on. Safe for concurrent
+    use.
+    """
 
     def __init__(self, coordinator: str) -> None:
         self._coordinator = coordinator
@@ -113,7 +115,7 @@ class Cluster(Protocol):
         """
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: CachedLayout | None = None) -> "Committed":
-        """Has every node publish the save; returns which did."""
+        """Has every node publish the save. Returns the nodes that did."""
 
     def abort(self, save_id: str, why: str) -> None:
         """Has every node that can be reached abort the save. Never raises a StoreError."""
@@ -175,7 +177,7 @@ class AgentCluster:
         self._by_node = {address.node_id: address for address in addresses}
         self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
-            node: StoreUnavailable(self._by_node[node].label, "ask", "agent", *why.partition(HINT_MARK)[::2])
+            node: StoreUnavailable(self._by_node[node].label, "query the agent of", "", *why.partition(HINT_MARK)[::2])
             for node, why in silence_by_node.items()
         }
         self._own_node = own_node
@@ -367,7 +369,9 @@ class LoneService(NodeService):
             weakref.finalize(self, self.store.lock_save(intent.save_id).release)
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
-        """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""
+        """Also checks the files if this node has an agent: ranks lock a save that the agent opened only once they
+        write.
+        """
         if read_endpoint(self.store.root_agent_directory()) is None:
             return super().was_opened_within(grace_s, intent)
         # The agent opens a save without a lock: only the age of its files shows that its ranks may still come.
@@ -384,7 +388,9 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
 
 
 def _limit_sequences(told: Histories, own: Histories) -> Histories:
-    """The lineages that a node reported, with sequence numbers no further ahead of the own node's than is plausible."""
+    """The lineages that a node reported. Their sequence numbers are limited to a plausible distance ahead of the own
+    node's.
+    """
     return {
         lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
         for lineage, one in told.items()

@@ -1,8 +1,9 @@
 """The blackboard: a place in the c10d store where ranks post values, and their coordinator posts its decision.
 
-No collective of ours is added: DCP's own order the messages. On a save every rank posts before it sends its local plan,
-and the coordinator decides before it sends the global one: both are there when they are read. On a load the ranks
-meet with a deadline. A nonce in every post, repeated in the decision, makes sure that no rank acts on an earlier call's.
+This adds no collective: DCP's own collectives order the messages. On a save every rank posts before it sends its local
+plan, and the coordinator decides before it sends the global one, so both exist when they are read. On a load the ranks
+meet with a deadline. A nonce in every post, repeated in the decision, makes sure that no rank acts on the decision of
+an earlier call.
 """
 
 import contextlib
@@ -36,9 +37,9 @@ _LOST = "Save again: the coordinator then sends every rank the whole decision."
 
 
 class CachedDecisions:
-    """The cached fields of one rank in one process group: by topic, with the digest of the message that brought them.
+    """The cached fields of one rank in one process group: by topic, with the digest of the message that contained them.
 
-    A message that refers to another one refers to a whole one. One call at a time.
+    A message that refers to another one refers to a complete one. One call at a time.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class CachedDecisions:
     def shorten(
         self, topic: str, fields: Mapping[str, Any], stays: Collection[str], posts: Sequence[Mapping[str, Any] | None]
     ) -> Mapping[str, Any] | None:
-        """Coordinator: the decision without the fields that `stay`, if they are as before and all ranks have those."""
+        """Coordinator: the decision without the fields that `stay`, if they have not changed and all ranks have them."""
         digest, before = self._kept.get(topic, ("", {}))
         if before != {name: fields[name] for name in stays} or not before:
             return None
@@ -61,7 +62,7 @@ class CachedDecisions:
         return {**{name: value for name, value in fields.items() if name not in stays}, _AS: digest}
 
     def keep(self, topic: str, raw: bytes, fields: Mapping[str, Any], stays: Collection[str]) -> None:
-        """Caches the fields that `stays` names, as the message `raw` brought them."""
+        """Caches the fields that `stays` names, from the message `raw`."""
         self._kept[topic] = hashlib.sha256(raw).hexdigest()[:32], {name: fields[name] for name in stays}
 
     def complete(self, topic: str, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +96,9 @@ _POLL_PER_RANK_S = 0.001
 PACKED_FROM_BYTES = 4096
 """From here on a message is compressed, and a decision that still is so large is read once a node."""
 _LATE_COORDINATOR = "Read the log of rank 0, and check whether its process is stopped; then save or load again."
-_LATE_RANK = "This rank was too slow, and the others continued without it. Find what stops it, then save or load again."
+_LATE_RANK = (
+    "This rank was too slow, and the others continued without it. Find out what delays it, then save or load again."
+)
 _REPLACED = (
     "Another program writes to this job's c10d store, and may have restored a post of an earlier run. Give "
     "each job its own store, which only its ranks reach."
@@ -133,13 +136,13 @@ class Blackboard:
         self._pause_max_s = max(POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
 
     def share_in(self, directory: Path | None) -> None:
-        """Ranks of this node leave each other large decisions in this directory, their agent's. None: each reads alone."""
+        """Ranks of this node share large decisions through this directory of their agent. None: each rank reads alone."""
         self._node = directory
 
     def post(self, topic: str, fields: Mapping[str, Any]) -> str:
-        """Writes this rank's post; it is visible to all when this returns. Returns its nonce.
+        """Writes this rank's post, which is visible to all when this returns. Returns its nonce.
 
-        An "error" in a post is the reason why this rank does not go on.
+        An "error" in a post is the reason why this rank does not continue.
         """
         nonce = uuid.uuid4().hex
         self.repost(topic, fields, nonce)
@@ -158,7 +161,7 @@ class Blackboard:
             self._store.delete_key(f"{topic}/{self._rank}")
 
     def read_post(self, topic: str, rank: int) -> dict[str, Any] | None:
-        """A rank's last post; None: it has not posted yet. This does not wait for one.
+        """A rank's last post; None if it has not posted yet. Does not wait for a post.
 
         Raises:
             RendezvousFailed: the c10d store does not answer.
@@ -223,7 +226,7 @@ class Blackboard:
     def _read_posts(
         self, topic: str, ranks: Sequence[int], *, one_by_one: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
+        """The posts of these ranks: if all exist, in two round trips; or, with `one_by_one`, those that exist."""
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
@@ -336,14 +339,14 @@ class Blackboard:
             wait.pause()
 
     def tell_left(self, why: ReplicatedCkptError) -> None:
-        """Posts that this rank has left a collective of the group, whose ranks are out of step from now on."""
+        """Posts that this rank has left a collective of the group. From then on the group's ranks are out of step."""
         self.post(_LEFT, {"error": pack_error(why)})
         # The post before the mark that leads to it: a reader of the mark looks for the reason at once.
         with reaching_store():
             self._store.set(_LEFT, str(self._rank))
 
     def find_left(self) -> tuple[int, ReplicatedCkptError] | None:
-        """The rank that has left a collective of the group, the last of several, and why; None: none has."""
+        """The rank that last left a collective of the group, and why; None if no rank has left one."""
         with reaching_store():
             named = self._store.get(_LEFT) if self._store.check([_LEFT]) else b""
         # Other programs of the job's network can write to the store: an odd value names no rank.
@@ -353,13 +356,16 @@ class Blackboard:
         return (int(named), unpack_error(post["error"])) if "error" in post else None
 
     def has_left(self, rank: int) -> bool:
-        """Whether this rank has posted that it left a collective of the group: then its end is not the cause."""
+        """Whether this rank has posted that it left a collective of the group. Then the end of its process is not the
+        cause.
+        """
         return self.read_post(_LEFT, rank) is not None
 
     def await_all(self, name: str, deadline_s: float, what: str) -> Sequence[int]:
-        """Returns once every rank has called this with this name; or, by number, the ranks that have ended instead.
+        """Returns once every rank has called this with this name. Or returns, by number, the ranks that have ended
+        instead.
 
-        A collective notices a death only at the neighbours of the rank that died. No other call has the name. After
+        A collective notices a death only at the neighbours of the rank that died. No other call may use the name. After
         `deadline_s` this returns (): the caller's next step has a bound of its own. `what`: for `say_if_long`.
         """
         with reaching_store():
@@ -377,7 +383,7 @@ class Blackboard:
 
     @contextlib.contextmanager
     def waiting(self, deadline_s: float = math.inf) -> Iterator[Wait]:
-        """A wait for other ranks, during which those see by `say_if_long` that this rank waits, too."""
+        """A wait for other ranks. During the wait, `say_if_long` shows them that this rank waits, too."""
         wait = Wait(deadline_s, self._pause_max_s)
         try:
             yield wait
@@ -388,9 +394,10 @@ class Blackboard:
                 self.forget(_SAID)
 
     def say_if_long(self, wait: Wait, what: str, absent: Sequence[int] = ()) -> None:
-        """Called at each look of a wait. Once that is long, the first rank to see it logs the ranks that do not wait too.
+        """Called at each step of a wait. Once the wait is long, the first rank that notices it logs the ranks that do
+        not wait, too.
 
-        `absent`: the ranks that are waited for, where this rank has found them itself.
+        `absent`: the ranks that are waited for, if this rank has found them itself.
 
         Raises:
             RendezvousFailed: the c10d store does not answer.
@@ -419,7 +426,7 @@ class Blackboard:
             self._store.delete_key(name)
 
     def _check_own(self, topic: str) -> None:
-        """Raises PeerProtocolError: this rank's post is not there as it wrote it, so no decision will answer it."""
+        """Raises PeerProtocolError: this rank's post is missing or was changed, so no decision will answer it."""
         key = f"{topic}/{self._rank}"
         with reaching_store():
             is_own = self._store.check([key]) and self._store.get(key) == self._posted.get(topic)
@@ -460,11 +467,13 @@ class Blackboard:
 def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> None:
     """Raises PeerProtocolError: a decision without this rank is not an error, so this rank must not act on it.
 
-    A coordinator leaves a rank out only when it decides on an error. A rank without an earlier post cannot check that the
-    note is of this run of the job: an old note can make its call fail, and no more.
+    A coordinator leaves a rank out only when it decides on an error. A rank without an earlier post cannot check that
+    the note is of this run of the job. So an old note can make its call fail, but has no other effect.
     """
     if decision is not None and "error" not in decision:
-        raise PeerProtocolError(f"The value of '{topic}/absent/{rank}' on the c10d store is not an error.")
+        raise PeerProtocolError(
+            f"The value of '{topic}/absent/{rank}' on the c10d store is not the description of an error."
+        )
 
 
 def check_all_posted(
@@ -494,7 +503,7 @@ def _parse_digest(note: bytes) -> tuple[str, int]:
 
 
 def encode(fields: Mapping[Any, Any]) -> bytes:
-    """JSON, compressed where it is large: the coordinator's link carries it once for each rank."""
+    """JSON, compressed if it is large, because the coordinator sends it once for each rank."""
     raw = json.dumps(fields).encode()
     return raw if len(raw) < PACKED_FROM_BYTES else zlib.compress(raw, 1)
 

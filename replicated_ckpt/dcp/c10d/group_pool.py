@@ -1,4 +1,6 @@
-"""Gloo groups of all ranks, used by one caller at a time: what a group costs (descriptors, threads, keys) is paid once."""
+"""Gloo groups of all ranks, used by one caller at a time, so the cost of a group (descriptors, threads, keys) is paid
+once.
+"""
 
 import contextlib
 import socket
@@ -23,10 +25,10 @@ GROUPS_MAX = 512  # dist.new_group takes no bound of its own
 
 
 class PooledGroup:
-    """A group for one caller alone until `close`. All ranks acquire groups, in the same order.
+    """A group for one caller alone until `close`. All ranks acquire groups in the same order.
 
-    It keeps no group alive: `destroy_process_group` ends gloo's threads only if nothing else holds one, and threads that
-    outlive the interpreter abort the process.
+    It holds no reference to a group. `destroy_process_group` ends gloo's threads only if nothing else holds the group,
+    and threads that outlive the interpreter abort the process.
     """
 
     def __init__(self, pool: "_Pool", number: int) -> None:
@@ -52,7 +54,7 @@ class PooledGroup:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """For a block of collectives. If it breaks off in the middle of one, no later block gets the group."""
+        """For a block of collectives. If the block ends in the middle of one, no later block gets the group."""
         try:
             yield
         # Raised by all ranks together, after a collective has ended: the ranks are still in step.
@@ -65,7 +67,7 @@ class PooledGroup:
             raise
 
     def close(self) -> None:
-        """Releases the group; its caller has no collective under way. Any rank may do so alone, and more than once."""
+        """Releases the group, in which no collective may be under way. Any rank may do so alone, and more than once."""
         pool = self._pool()
         if self._is_fit and pool is not None:
             pool.in_use.discard(self._number)
@@ -73,7 +75,9 @@ class PooledGroup:
 
 
 class _Pool:
-    """The groups of one job, the same in number on all ranks. Which are in use may differ: a rank may have closed none."""
+    """The groups of one job, the same number on all ranks. Ranks may use different ones, because a rank may not have
+    closed its own.
+    """
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
@@ -102,10 +106,10 @@ _POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
 
 
 def acquire_group() -> PooledGroup | None:
-    """A group that no other user of this process has on any rank; None where there is no job of several processes.
+    """A group that no other user of this process has on any rank; None without a job of several processes.
 
     Raises:
-        ConfigInvalid: this process was forked from a rank; or too many are in use. RankFailed: a rank has ended.
+        ConfigInvalid: this process was forked from a rank, or too many groups are in use. RankFailed: a rank has ended.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -118,7 +122,8 @@ def acquire_group() -> PooledGroup | None:
 
 
 def agree_on_first(group: Any, look: Callable[[], T]) -> T:
-    """The result of `look` on rank 0 of a group of all ranks, on each of them; an error of it is raised by all.
+    """The result of `look` on rank 0 of a group of all ranks, returned on each of them. If `look` raises, all ranks
+    raise its error.
 
     `group` None: this process alone.
     """
@@ -141,7 +146,8 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
 
 
 def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
-    """The results of `act` on every rank of a group of all ranks, in rank order; an error of one rank is raised by all.
+    """The results of `act` on every rank of a group of all ranks, in rank order. If it raises on one rank, all ranks
+    raise its error.
 
     `group` None: this process alone.
     """
@@ -198,10 +204,10 @@ def check_ranks_alike(wanted: Mapping[str, str]) -> None:
 
 
 def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
-    """Compares the ranks' arguments, each as `describe_wanted` returns them, with the ranks' hosts for the error.
+    """Compares the ranks' arguments, each as `describe_wanted` returns them. The error names the ranks' hosts.
 
     Raises:
-        ConfigInvalid: one was given another argument than rank 0.
+        ConfigInvalid: a rank's argument differs from rank 0's.
     """
     # Each rank leaves its defaults out, so one rank's entry is enough to compare all of them.
     for name in dict.fromkeys(name for wanted in wants for name in wanted):

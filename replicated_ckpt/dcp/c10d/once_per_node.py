@@ -1,4 +1,4 @@
-"""One rank of each node fetches what all ranks read, and leaves the bytes in the directory of its node's agent."""
+"""One rank of each node fetches bytes that all ranks read, and puts them into the directory of its node's agent."""
 
 import contextlib
 import hashlib
@@ -48,9 +48,10 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
 
 @contextlib.contextmanager
 def _lock_alone(directory: Path) -> Iterator[bool]:
-    """Whether no other rank is in the block; False: one has been there for too long, or nothing can be locked here.
+    """Whether no other rank is in the block. False: another rank has been in it for too long, or nothing can be locked
+    here.
 
-    The directory is locked, as the file in it is replaced. It is locked for nothing else.
+    It locks the directory, because the file in it is replaced. Nothing else locks the directory.
     """
     with contextlib.ExitStack() as held:
         try:

@@ -33,8 +33,8 @@ Class = TypeVar("Class", bound=type)
 def make_picklable(storage: Class) -> Class:
     """Has the hooks of a storage writer or reader raise RankFailed in place of an error that cannot be sent.
 
-    An OSError out of a hook in which nothing but this package runs is a StoreError. What a disk or an agent refused
-    names the host below it: roots have one path on all nodes.
+    If only this package runs in a hook, an OSError becomes a StoreError. Errors of a disk or an agent get a note with
+    the host, because roots have one path on all nodes.
     """
     for name in (*_OWN_HOOKS, *_HOOKS_WITH_PLANNER):
         # Only hooks of this very class: an inherited one is wrapped already.
@@ -90,10 +90,10 @@ def make_sendable(value: Any) -> Any:
 
 
 def dump(value: object) -> bytes:
-    """As `pickle.dumps`, with None in the place of code.
+    """As `pickle.dumps`, with None in place of code objects.
 
-    From Python 3.14 on, code is in the summary of a traceback that DCP sends with an error, and pickle refuses it. DCP
-    itself takes it out on torch 2.13 and newer, and not on 2.11.
+    From Python 3.14 on, the traceback summary that DCP sends with an error contains code objects, which pickle refuses.
+    DCP itself removes them on torch 2.13 and newer, but not on 2.11.
     """
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
@@ -124,10 +124,10 @@ def pack_error(error: ReplicatedCkptError) -> dict[str, Any]:
 
 
 def unpack_error(fields: Any) -> ReplicatedCkptError:
-    """The error that `pack_error` made these fields of: the same class, made from the same arguments.
+    """The error from the fields of `pack_error`: the same class, made from the same arguments.
 
     Raises:
-        PeerProtocolError: they are of none.
+        PeerProtocolError: the fields are not those of an error.
     """
     try:
         # Only our own error classes are made: other programs of the job's network can write to the c10d store.
@@ -140,13 +140,13 @@ def unpack_error(fields: Any) -> ReplicatedCkptError:
 
 
 def _check(error: ReplicatedCkptError) -> None:
-    """Raises TypeError: it cannot be shown, as it was made from arguments of other types."""
+    """Raises TypeError: the error cannot be printed, because it was made from arguments of other types."""
     if not isinstance(error.message, str) or not isinstance(error.hint, str):
         raise TypeError("message and hint are not text")
 
 
 def _pack(value: Any) -> Any:
-    """A map goes as a list of pairs: keys may be ranks, which JSON's keys cannot be."""
+    """A map becomes a list of pairs: its keys may be ranks, which JSON's keys cannot be."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

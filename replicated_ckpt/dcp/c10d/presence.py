@@ -1,7 +1,7 @@
-"""Presence: which ranks run on this host, and whether their processes still live, as /proc shows.
+"""Presence: which ranks run on this host, and whether their processes still exist, by /proc.
 
-A rank that is killed cannot post that it failed, and the c10d store does not report a closed connection. The other
-ranks of its host see it, and note it on the store for the ranks of other hosts. A process that is stopped, or slow, lives.
+A killed rank cannot post that it failed, and the c10d store does not report a closed connection. The other ranks of its
+host see it, and post it on the store for the ranks of other hosts. A process that is stopped or slow counts as alive.
 """
 
 import json
@@ -40,7 +40,9 @@ class Process:
     started: str
 
     def lives(self) -> bool:
-        """Whether it runs, or could: a killed one whose parent has not waited for it does not. True if unknown."""
+        """Whether the process runs or is stopped. A killed process whose parent has not waited for it does not count.
+        True if unknown.
+        """
         try:
             state, started = state_and_start(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -51,7 +53,7 @@ class Process:
         return started == self.started and state not in "ZX"
 
     def is_stopped(self) -> bool:
-        """Whether it is seen to be stopped, by a signal or a debugger."""
+        """Whether /proc shows the process as stopped, by a signal or a debugger."""
         return self.lives() and is_stopped(self.pid)
 
 
@@ -86,7 +88,7 @@ class Presence:
         self._append(host, this)
 
     def find_lost(self) -> Mapping[int, Process]:
-        """The processes of the job that are gone, as far as a rank of their host has looked, by rank of the job."""
+        """The processes of the job that have ended, by rank of the job, as far as a rank on their host has found out."""
         self._lost_read = self._read("lost", self._lost_read, self._lost)
         if self._host is not None:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
@@ -98,7 +100,7 @@ class Presence:
         return self._lost
 
     def find_stopped(self) -> Mapping[int, int]:
-        """The processes of this host that are stopped now, of those that the last look knew, by rank of the job."""
+        """The processes of this host that are stopped now, by rank of the job, among those that the last look found."""
         return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
 
     def _append(self, name: str, process: Process) -> None:
@@ -120,7 +122,7 @@ class Presence:
 
 
 def describe_ended(ranks: Sequence[int]) -> RankFailed:
-    """The error for the other ranks. It names the rank that ended first: that may be why the others have."""
+    """The error for the other ranks. It names the rank that ended first, which may be the cause for the others."""
     first, *others = (f"rank {rank}" for rank in ranks)
     since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
     return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
@@ -167,7 +169,7 @@ _KNOWN = _Known()
 
 
 def announce() -> Presence | None:
-    """Announces this process, once in a job; None where it is a rank of no job of several processes."""
+    """Announces this process, once in a job. Returns None if it is not a rank of a job of several processes."""
     if not dist.is_available() or not dist.is_initialized() or _KNOWN.is_inherited():
         return None
     return _KNOWN.presence()
@@ -177,7 +179,7 @@ def check_is_rank() -> None:
     """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
     if _KNOWN.is_inherited():
         raise ConfigInvalid(
-            "This process was forked from a rank. Its process groups belong to that rank, and no other rank meets "
-            "this process there.",
+            "This process was forked from a rank. Its process groups belong to that rank, so it cannot exchange messages "
+            "with other ranks.",
             "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
         )

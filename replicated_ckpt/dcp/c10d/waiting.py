@@ -1,4 +1,4 @@
-"""Waits on the blackboard: how often a rank looks, how long it waits, and what follows if the store does not answer."""
+"""Waits on the blackboard: how often a rank looks, how long it waits, and the result if the store does not answer."""
 
 import contextlib
 import time
@@ -41,10 +41,11 @@ _unanswered: "weakref.WeakKeyDictionary[dist.Store, tuple[Future[Any], float]]" 
 
 
 class AnsweringStore:
-    """The c10d store of a job, under a prefix. A call that gets no answer within the store's own time-out raises.
+    """The c10d store of a job, under a prefix. A call raises if it gets no answer within the store's own time-out.
 
-    torch's own waits for ever where the process that serves it is stopped, or its host has no power. A call first waits
-    for the answer to an earlier one that was interrupted. After a call that got no answer, each later one raises at once.
+    torch's own store waits forever if the process that serves it is stopped, or its host has no power. A call first
+    waits for the answer to an earlier call that was interrupted. After a call without an answer, each later one raises
+    at once.
     """
 
     def __init__(self, prefix: str, store: "dist.Store") -> None:
@@ -87,7 +88,7 @@ class AnsweringStore:
 
 
 class Wait:
-    """One wait for other ranks: its pauses grow, and from time to time the ranks are looked for that have ended.
+    """One wait for other ranks. Its pauses grow, and from time to time it checks whether ranks have ended.
 
     `is_noted`: the other ranks see that this one waits. `is_said`: the log names the ranks that are waited for.
     """

@@ -1,8 +1,9 @@
-"""Collectives of a gloo group that end once a rank has ended or left. In gloo itself only its neighbours notice.
+"""Collectives of a gloo group that end once a rank has ended or left. In gloo itself only that rank's neighbours
+notice.
 
-Each collective is begun asynchronously, and waited for in steps; between two steps this rank looks for ranks that are
-gone. One that is over within the first step costs no message more than torch's own. What goes over the wire is what
-torch's object collectives send, so that a rank that calls those takes part in the same ones.
+Each collective is begun asynchronously, and waited for in steps. Between two steps this rank looks for ranks that have
+ended. A collective that ends within the first step costs no further message. The messages are those of torch's object
+collectives, so a rank that calls those takes part in the same ones.
 """
 
 import pickle
@@ -58,9 +59,10 @@ Missed = tuple[int, ReplicatedCkptError]
 class WatchedGroup:
     """The object collectives that DCP uses, of one group. One thread at a time.
 
-    Each of them raises a CheckpointException that is also RankFailed or RendezvousFailed, if a rank has ended or left, on
-    every rank that waits; then the group is broken, and each later collective of it raises the same at once. This keeps no
-    group alive: gloo's threads end with `destroy_process_group` only if nothing does. After that it is also ConfigInvalid.
+    If a rank has ended or left, each of them raises a CheckpointException that is also RankFailed or RendezvousFailed,
+    on every rank that waits. Then the group is broken, and each later collective of it raises the same error at once.
+    This object holds no reference to the group, because `destroy_process_group` ends gloo's threads only then. After
+    that call the error is also ConfigInvalid.
     """
 
     def __init__(self, group: Any, board: Blackboard) -> None:
@@ -84,7 +86,7 @@ class WatchedGroup:
 
     @staticmethod
     def can_watch(group: Any) -> bool:
-        """Whether objects of this group travel by gloo."""
+        """Whether objects of this group are sent by gloo."""
         return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
     def gather_object(self, value: Any) -> list[Any] | None:
@@ -144,7 +146,9 @@ class WatchedGroup:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Begins nothing in a broken group. Whatever ends the block, the ranks that wait for this one get an error."""
+        """Begins nothing in a broken group. If an error ends the block, the ranks that wait for this rank get that
+        error.
+        """
         group = self._held()  # to the end of the block
         if group is None:
             self.on_break()
@@ -162,13 +166,13 @@ class WatchedGroup:
             raise
 
     def leave(self, what: str, exc: BaseException) -> None:
-        """Marks the group as broken, and posts why: the ranks that wait for this one in a collective raise that."""
+        """Marks the group as broken, and posts the reason. Ranks that wait for this rank in a collective raise that."""
         why = RankFailed(f"Rank {self._rank} left {what} with {type(exc).__name__}: {exc}", _ITS_LOG)
         _broken[self._group] = why
         self._tell_left(why)
 
     def _finish(self, work: Any) -> None:
-        """Returns once the collective has come to its end on this rank."""
+        """Returns once the collective has ended on this rank."""
         wait_s = LOOK_AFTER_S
         with self._board.waiting() as wait:
             while True:
@@ -224,7 +228,7 @@ class WatchedGroup:
 
 
 def _is_over(work: Any, within_s: float) -> bool:
-    """Whether a collective has come to its end. Raises what it has failed with."""
+    """Whether a collective has ended. Raises its error."""
     try:
         work.wait(timedelta(seconds=within_s))
     except RuntimeError:  # a failure, or torch's own time-out: the collective goes on then
@@ -235,7 +239,7 @@ def _is_over(work: Any, within_s: float) -> bool:
 
 
 def _room_for(count: int) -> torch.Tensor:
-    """Memory for so many bytes, on the CPU whatever torch's default device is."""
+    """Memory for this number of bytes on the CPU, whatever torch's default device is."""
     return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 

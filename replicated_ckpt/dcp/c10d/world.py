@@ -1,4 +1,4 @@
-"""The world of one save or load: which ranks take part, and where they find each other."""
+"""The world of one save or load: the ranks that take part, and the place where they exchange messages."""
 
 import os
 import uuid
@@ -43,11 +43,11 @@ def session_of(group_name: str) -> str:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one DCP call. `blackboard` is None for a call on one process alone.
+    """The ranks of one DCP call. `blackboard` is None for a call in a single process.
 
-    `is_load`: the nodes pin what is found, as it is read then; a mere look pins nothing. `is_restore`: they also count it,
-    as a call of DCP fills a state; an export pins, and is not counted. `watched`: the collectives of its group, where they
-    can be watched.
+    `is_load`: the nodes pin the found save, because it is read next; a mere search pins nothing. `is_restore`: they also
+    count the load, because a call of DCP fills a state. An export pins, but is not counted. `watched`: the collectives of
+    its group, if they can be watched.
     """
 
     rank: int
@@ -60,7 +60,9 @@ class World:
 
     @property
     def session(self) -> str:
-        """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
+        """Names the saves that this process coordinates on this group. An uncommitted save has ended once the next one
+        begins.
+        """
         return session_of(self.group_name)
 
     def session_of_writer(self, name: str) -> str:
@@ -68,7 +70,7 @@ class World:
         return self.session if self.blackboard is not None else f"{self.session}{WRITER}{name}"
 
     def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:
-        """Has the DCP call under way use collectives that notice a rank that is gone. Called in its first step.
+        """Has the DCP call under way use collectives that notice a rank that has ended. Called in its first step.
 
         `on_break` is called on a rank before such a collective raises there.
         """
@@ -85,7 +87,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     """The world of the DCP call under way. Arguments of the writer or reader take precedence over the call's.
 
     Raises:
-        ConfigInvalid: it is not a group that this rank is in; or this process was forked from a rank.
+        ConfigInvalid: this rank is not in the group, or this process was forked from a rank.
     """
     call = find_call()
     if no_dist is None:
@@ -117,9 +119,9 @@ def watch_first_step(process_group: Any) -> None:
 
 @contextmanager
 def telling_if_left(process_group: Any) -> Iterator[None]:
-    """Posts to the other ranks if an interrupt of this rank ends the block, in which an asynchronous save is staged.
+    """If an interrupt ends the block, in which an asynchronous save is staged, posts that to the other ranks.
 
-    They may have begun the save: without the post they would wait until their group's time-out.
+    They may have begun the save. Without the post they would wait until their group's time-out.
     """
     try:
         yield

@@ -52,21 +52,21 @@ def export_checkpoint(
     to_options: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Converted:
-    """Writes a checkpoint, or those entries of it that `keys` takes, in another format.
+    """Writes a checkpoint, or the entries of it that `keys` selects, in another format.
 
-    This process reads it as ReplicatedReader does: from its own store, peers or the object store, with every byte verified.
-    Only a window of 64 MiB, and all objects that are not tensors, are in memory. The output appears at `to` after all of
-    it was written and read back. On failure nothing appears.
+    This process reads it as ReplicatedReader does: from its own store, peers or the object store, with every byte
+    verified. At most a window of 64 MiB, and all objects that are not tensors, are in memory. The output appears at
+    `to` after all of it was written and read back. On failure nothing appears.
 
     Args:
-        to: a path, or a URL that fsspec knows. "torch" makes a file; the others a directory.
+        to: a path, or a URL that fsspec supports. "torch" makes a file; the other formats make a directory.
         shard_size_limit: size of one safetensors or DCP file, in bytes or as "5GB".
-        trust_pickles: unpickle objects that a load refuses (ObjectUnsafe). Their writer can run code.
-        storage_options, to_options: how to reach the object store, and `to`, as fsspec takes them.
+        trust_pickles: unpickle objects that a load refuses (ObjectUnsafe). Their writer can then run code here.
+        storage_options, to_options: access to the object store, and to `to`, as fsspec takes them.
         progress: called repeatedly while it works.
 
     Raises:
-        ConfigInvalid: an argument cannot work, a key rule fits nothing, or `to` exists and `overwrite` is off.
+        ConfigInvalid: an argument is invalid, a key rule matches nothing, or `to` exists and `overwrite` is False.
         CheckpointNotFound, ShardLost, MetadataUnsafe, ObjectUnsafe: as in a load. StoreFull, StoreError: of the output.
     """
     started_at = time.monotonic()

@@ -39,23 +39,24 @@ def import_checkpoint(
     trust_pickles: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Converted:
-    """Makes a checkpoint in this node's store from the files at `path`, or from those entries that `keys` takes.
+    """Makes a checkpoint in this node's store from the files at `path`, or from those of their entries that `keys`
+    selects.
 
-    ReplicatedWriter saves it on this process, a window of 64 MiB at a time. Then it is read back and compared with its
-    checksums. This node has the only copy until its agent runs. Then agents make the others. With an object store, the
-    checkpoint is committed there, too, when this returns.
+    ReplicatedWriter saves it in this process, a window of 64 MiB at a time. Then it is read back and compared with its
+    checksums. This node has the only copy until its agent runs and the agents make the others. With an object store,
+    the checkpoint is committed there, too, when this returns.
 
     Args:
         path: a file of `torch.save`; a `.safetensors` file or a directory of them; or a directory with `.metadata` and
             all shards.
         copies, object_store, storage_options: as for ReplicatedWriter.
         overwrite: replace a checkpoint of this id. Otherwise CheckpointExists is raised.
-        trust_pickles: unpickle a torch file that raises ObjectUnsafe otherwise. Its writer can run code.
+        trust_pickles: unpickle a torch file that otherwise raises ObjectUnsafe. Its writer can then run code here.
 
     Raises:
         ConfigInvalid: `path` has another format, or a key rule matches no name. ObjectCorrupt: an item is smaller than
-        .metadata says. StoreFull: there is no room for all of it; nothing was written. CheckpointExists, StoreError,
-        UploadFailed: as in a save.
+            .metadata states. StoreFull: there is too little room for all of it; nothing was written. CheckpointExists,
+            StoreError, UploadFailed: as in a save.
     """
     started_at = time.monotonic()
     with closing(open_source(Path(path), format, trust_pickles=trust_pickles)) as source:

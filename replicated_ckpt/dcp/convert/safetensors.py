@@ -82,7 +82,7 @@ NAME_BY_DTYPE: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPE
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file; `start` is the position of its first byte behind the header."""
+    """One tensor of a file. `start` is the position of its first byte after the header."""
 
     name: str
     dtype: torch.dtype
@@ -123,12 +123,9 @@ def header_size(raw: bytes, file_bytes: int, label: str) -> int:
 
 
 def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
-    """The tensors in a JSON header: together they fill the `data_bytes` behind it, without gap or overlap.
+    """The tensors in a JSON header. Together they fill the `data_bytes` after it, without gap or overlap.
 
     The header is read entry by entry, so that memory is proportional to its tensors, not to any other JSON in it.
-
-    Raises:
-        ConfigInvalid: it is not a safetensors file, or one with types that this torch does not have.
     """
     try:
         tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw, label)]
@@ -236,7 +233,7 @@ def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
 
 # Bytes that no tensor covers, or two cover, could hide data from one reader and show it to another.
 def _check_filled(tensors: Sequence[Tensor], data_bytes: int) -> None:
-    """Raises ValueError unless the tensors lie one behind the other up to the end."""
+    """Raises ValueError unless the tensors fill the data without gaps, one after the other."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != end:
@@ -397,7 +394,9 @@ class SafetensorsSink:
         self._entries_by_file = dict(zip([SINGLE_NAME] if len(groups) == 1 else names, groups, strict=True))
 
     def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
-        """Writes all tensors; objects in `contents` are left out. The index comes last, as it names finished files."""
+        """Writes all tensors. Objects in `contents` are left out. The index comes last, because it names finished
+        files.
+        """
         for name, entries in self._entries_by_file.items():
             with output.create(name) as stream:
                 stream.write(encode_header(_place_tensors(entries)))

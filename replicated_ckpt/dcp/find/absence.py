@@ -32,7 +32,7 @@ _SHOWN_MAX = 3
 
 
 def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
-    """The hint of an error for a search that found nothing; None: the error's own hint fits."""
+    """The hint if a search found nothing; None if the error's own hint fits."""
     root, is_bucket_alone = store.root, isinstance(store, EmptyStore)
     # A common mistake: the checkpoint's own directory as root.
     if is_checkpoint(root):
@@ -54,19 +54,19 @@ def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: 
 
 
 def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
-    """This node's store as a place that was searched, by node; empty where this process has no store."""
+    """By node, this node's store as a searched place; empty if this process has no store."""
     who = f"node {own_node}" if own_node != NO_NODE else "no node's store yet"
     return {} if isinstance(store, EmptyStore) else {own_node: f"{who} at {store.root} (own store)"}
 
 
 def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
-    """The error of "latest" that names every shard of a save that no store holds whole."""
+    """The error for "latest" if no save is complete. It names every lost shard of one save."""
     owners = {name: manifest.owner_of(name) for name in save.list_missing(manifest.shard_sizes)}
     return ShardLost(save.checkpoint_id, owners, with_bucket_not_asked(searched, manifest), is_latest=True)
 
 
 def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
-    """The places that were searched for a shard, and its save's bucket if the load was given none."""
+    """The places that were searched for a shard; and the bucket of its save, if the load has none."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
@@ -74,7 +74,9 @@ def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[s
 
 
 def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, is_latest: bool) -> ShardLost:
-    """The error for checkpoints whose files fail their checks: the first, named. `damaged`: the bad file, by checkpoint."""
+    """The error for checkpoints whose files fail their checks. It names the first. `damaged`: the bad file, by
+    checkpoint.
+    """
     checkpoint_id, name = next(iter(damaged.items()))
     return ShardLost(checkpoint_id, {name: "every node of the save"}, searched, is_latest)
 
@@ -88,7 +90,7 @@ def describe_absence(
 ) -> ReplicatedCkptError:
     """The error of a load that found no save of its id.
 
-    `unreached`: nodes and buckets that did not answer, and may have such a checkpoint. `others`: other checkpoints, which
+    `unreached`: nodes and buckets that did not answer, and may have such a checkpoint. `others`: other checkpoints that
     were found.
     """
     where = "; ".join(searched)
@@ -128,7 +130,7 @@ class NewerSaves:
             self.record_newer(place, checkpoint_id)
 
     def tell(self) -> tuple[str, ...]:
-        """One sentence for each, with the place where it lies."""
+        """A sentence for each of them, with its place."""
         return tuple(self._told_by_id.values())
 
     def raise_first(self, searched: Sequence[str], is_wanted: Callable[[str], bool]) -> None:
@@ -152,7 +154,9 @@ def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
 
 
 def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
-    """In words, where a save went that the bucket had when the load began. Empty: it is there, or the bucket fails."""
+    """A description of what happened to a save that the bucket had when the load began. Empty: it is still there, or
+    the bucket fails.
+    """
     try:
         there = bucket.save_of(checkpoint_id)
     # Another error is being reported: this only adds to it.
@@ -166,7 +170,7 @@ def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str
 
 @dataclass(frozen=True)
 class SkippedSave:
-    """A save that a load skips, with its manifest; None: no holder has one that passes its checks."""
+    """A save that a load skips, with its manifest. The manifest is None if no holder has one that passes its checks."""
 
     save: SaveFound
     raw: str = ""
@@ -174,21 +178,21 @@ class SkippedSave:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The files of which no intact copy was found."""
+        """The files without an intact copy."""
         if self.manifest is None:
             return (MANIFEST_NAME,)
         return self.save.list_missing(self.manifest.shard_sizes, self.save.damaged_copies) or (METADATA_NAME,)
 
 
 def find_unread(unclaimed: Iterable[UnclaimedFiles], known: Collection[str]) -> list[str]:
-    """The checkpoints of this package of which no node that answered has a manifest that passes its checks."""
+    """The checkpoints of this package for which no answering node has a manifest that passes its checks."""
     return sorted({one.checkpoint_id for one in unclaimed if one.is_ours} - {*known})
 
 
 def describe_skipped(
     chosen: SaveFound, newer: Sequence[SkippedSave], places: Sequence[str], unread: Sequence[str] = ()
 ) -> str:
-    """For the warning of a load: which newer saves it skips, and why; "" if none.
+    """The text of a load's warning: which newer saves it skips, and why; "" if none.
 
     `newer`: the newest first. `unread`: those that may be newer, as `find_unread` returns them.
     """
@@ -198,8 +202,8 @@ def describe_skipped(
     sentences = [f"{_name(chosen)} is loaded, the newest complete checkpoint."]
     if newer:
         missing = list_some(newer[0].missing, _SHOWN_MAX)
-        others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')}" if newer[1:] else ""
-        sentences.append(f"Of {_name(newer[0].save)} no intact copy was found of {missing}{others}.")
+        others = f"; {plural(len(newer) - 1, 'other newer checkpoint')} incomplete, too" if newer[1:] else ""
+        sentences.append(f"Newer, but without an intact copy of {missing}: {_name(newer[0].save)}{others}.")
     if unread:
         named = list_some([*map(repr, unread)], _SHOWN_MAX)
         sentences.append(f"Possibly newer, but without a valid manifest: {named}.")
@@ -213,10 +217,10 @@ def describe_skipped(
 
 
 def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
-    """For the same warning: none of the save's other nodes was reached, and they may have gone on without this one.
+    """For the same warning: none of the save's other nodes was reached, so they may have continued without this one.
 
-    Also if the bucket did not answer: it may have newer saves of nodes that are lost. `searched`: by node, each place that
-    was searched. "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
+    Also if the bucket did not answer: it may have newer saves of lost nodes. `searched`: by node, each searched place.
+    "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
     """
     bucket = searched.get(OBJECT_NODE, "")
     if NOT_REACHED in bucket:

@@ -1,4 +1,6 @@
-"""A look into the bucket while the nodes are asked: a load that finds everything on the nodes waits for no slow bucket."""
+"""A search in the bucket while the nodes are asked. A load that finds everything on the nodes does not wait for a slow
+bucket.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -13,7 +15,7 @@ LOOK_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class InBucket:
-    """A save's files in the bucket. `metadata_crc32c` None: stock torch wrote it, and it has no checksums of ours.
+    """A save's files in the bucket. `metadata_crc32c` None: stock torch wrote it, without checksums of this package.
 
     `is_slim`: the bucket has dropped its optimizer.
     """
@@ -57,9 +59,11 @@ class BucketLook:
             self._found.set_exception(exc)
 
     def is_over_within(self, seconds: float) -> bool:
-        """Waits, so long at most; whether the bucket has answered."""
+        """Waits for at most this time. Returns whether the bucket has answered."""
         return bool(wait([self._found], seconds).done)
 
     def result(self) -> Sequence[BucketSave]:
-        """The saves that the bucket has committed. It is waited for. Raises ReplicatedCkptError: it cannot be read."""
+        """Waits for the bucket, and returns the saves that are committed in it. Raises ReplicatedCkptError: it cannot
+        be read.
+        """
         return self._found.result()

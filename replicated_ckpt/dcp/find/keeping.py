@@ -39,8 +39,8 @@ def survey_and_keep(
 ) -> Survey:
     """The survey for a load, of a save that its nodes still had when they pinned it.
 
-    If another job has replaced or removed something in between, this surveys again: there may be a newer save by now, and
-    an older one must not take its place. `own`: agents that pin, too, and are not asked what they hold.
+    If another job has replaced or removed the save in between, this surveys again. There may be a newer save by then,
+    and an older one must not be taken instead. `own`: agents that pin, too, but are not asked for their holdings.
 
     Raises:
         ReplicatedCkptError: as Surveyor.survey.
@@ -69,12 +69,14 @@ def survey_and_keep(
 
 
 def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> tuple[set[str], set[str]]:
-    """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are newer.
+    """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are
+    newer.
 
-    They also note the number of this restore, if the load asked for "latest". It is the same each time in one load.
-    An agent that does not answer is left out: this load reads nothing from it. Returns the nodes that answer that the
-    save does not lie there, as every node does for a mere look, or that have dropped its optimizer since they listed it;
-    and the nodes that are silent.
+    They also record the number of this restore, if the load asked for "latest". It is the same each time in one load.
+
+    An agent that does not answer is left out: this load reads nothing from it. Returns two groups of nodes. The first
+    answered that the save is not there (for a mere search every node does), or has dropped its optimizer since it
+    listed it. The second is silent.
     """
     silent = {*survey.silent}
     # Stock torch wrote it: without a lineage there is nothing that agents could pin.

@@ -1,4 +1,4 @@
-"""Which run a load reads where checkpoints of several lie in one directory of ids."""
+"""The run that a load reads, if one directory of ids has checkpoints of several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ def note_newest_run(
 
 
 def describe_lineage(found: LineageFound) -> str:
-    """A lineage in words: its name, newest checkpoint, when that was saved, and where it lies."""
+    """A description of a lineage: its name, its newest checkpoint with the time of that save, and its nodes."""
     made = datetime.fromtimestamp(min(found.created_unix_s, _TIME_MAX_S), UTC)
     nodes = ", ".join(found.nodes)
     return f"lineage {found.lineage!r}, newest {found.newest_id!r} of {made:%Y-%m-%d %H:%M:%S} UTC, on node {nodes}"

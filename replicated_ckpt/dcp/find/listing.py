@@ -1,4 +1,6 @@
-"""The list of checkpoints on this node, on the nodes that it has met, and in the bucket, and which of them are whole."""
+"""The list of checkpoints on this node, on the nodes in its address book, and in the bucket, and which of them are
+complete.
+"""
 
 import logging
 from collections import deque
@@ -49,7 +51,7 @@ class _Lister(Surveyor):
         return {save.save_id: self._read_manifest(save) for save in choice.saves}, lineage
 
     def _read_manifest(self, save: SaveFound) -> Manifest | None:
-        """None: no holder has a copy that passes its checks."""
+        """The manifest; None if no holder has a copy that passes its checks."""
         raw = self._manifest_raw(save)
         return None if raw is None else decode_manifest(raw.encode(), "a holder")
 
@@ -92,9 +94,9 @@ def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, linea
 def name_saves(
     checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
 ) -> tuple[Mapping[str, Manifest | None], str]:
-    """The saves under one id, whole or not, replaced ones too, of the lineage of the newest; and that lineage.
+    """The saves under one id, complete or not, replaced ones too, of the lineage of the newest; and that lineage.
 
-    Each with its manifest; None where no place has one that passes its checks.
+    Each has its manifest, or None if no place has one that passes its checks.
 
     Raises:
         LineagesMet: as for a load.
@@ -120,9 +122,11 @@ def look_up(
 ) -> SaveFound | None:
     """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
 
-    One that is found and is not whole counts as found: a job that then began anew would take a loss for a first start.
+    An incomplete checkpoint counts as found. Otherwise a job that finds none would treat a loss as a first start, and
+    begin anew.
 
-    Raises as ReplicatedReader.exists and latest; ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
+    Raises as ReplicatedReader.exists and latest; ConfigInvalid, CheckpointIdMismatch: the ranks' arguments are invalid
+    or differ.
     """
     try:
         # A look must not pin: no load follows that would end the pin.

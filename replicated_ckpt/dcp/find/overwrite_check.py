@@ -97,7 +97,7 @@ def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:
 
 
 def _publishing(survey: Survey, own_node: str) -> list[str]:
-    """Nodes on which the save is still staged: it may become whole there."""
+    """Nodes on which the save is still staged: it may become complete there."""
     by_node = {address.node_id: address for address in survey.addresses if address.node_id != own_node}
 
     def ask(node: str) -> str:

@@ -59,9 +59,10 @@ _NAME_IT = (
 
 
 class AgreedError(Exception):
-    """Carries the error that ended a rendezvous: every rank raises one, `in_step` where DCP gathers what ranks raise.
+    """Carries the error that ended a rendezvous. Every rank raises one; with `in_step` in a step in which DCP gathers
+    errors.
 
-    One of our own errors is the same on all ranks; in place of another one the other ranks raise RankFailed.
+    An error of this package is the same on all ranks. For any other error, the other ranks raise RankFailed.
     """
 
     def __init__(self, error: BaseException, *, in_step: bool = False) -> None:
@@ -79,13 +80,13 @@ def meet(
     in_step: bool = False,
     max_tries: int | None = None,
 ) -> Survey:
-    """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
+    """The survey for a load of `given_id`, the same on every rank. Only the coordinator searches the bucket.
 
-    `max_tries`: as of Surveyor; the coordinator's counts.
-    `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
+    `max_tries`: as of Surveyor; only the coordinator's is used.
+    `in_step`: this rank is in DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
     Raises:
-        AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
+        AgreedError: with the error that this rank raises, as every rank does. Others: an error of this rank alone.
     """
     if world.blackboard is None:
         return _remember(store, _survey_alone(store, world, given_id, opened_bucket(), lineage, max_tries))
@@ -123,11 +124,12 @@ def _agree(
     failure: BaseException | None,
     survey: Callable[[Sequence[Mapping[str, Any]]], Survey],
 ) -> dict[str, Any]:
-    """The coordinator's result, for all ranks; only it surveys. `failure`: this rank's own, that it posts.
+    """The coordinator's result, for all ranks; only the coordinator surveys. `failure`: this rank's own error, which it
+    posts.
 
     Raises:
         AgreedError: this rank failed, another did, or nothing is decided. Others: an error that came too late for the
-        decision, so that the other ranks go on.
+            decision, so the other ranks continue.
     """
     nonce, before = board.post("load", post), _posted.get(world.group_name)
     # Kept even if this load fails: the next decision may still answer this post.
@@ -163,7 +165,9 @@ def _agree(
 def _register(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """This rank's post: its node, or its error if it cannot take part. Also returns the error, if it is not one of ours."""
+    """This rank's post: its node, or its error if it cannot take part. Also returns the error, if it is not of this
+    package.
+    """
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
@@ -228,7 +232,7 @@ def _survey_alone(
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
-    """The nodes that this node's agent has met; none from a directory of another user."""
+    """The nodes in the address book of this node's agent. None from another user's directory."""
     return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 
@@ -249,7 +253,9 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
 def _coordinate(
     world: World, board: Blackboard, survey: Callable[[Sequence[Mapping[str, Any]]], Survey]
 ) -> BaseException | None:
-    """Decides for all ranks. Returns an error from outside this package, if one ended it; the others get RankFailed."""
+    """Decides for all ranks. Returns an error from outside this package, if one ended it; the other ranks get
+    RankFailed.
+    """
     # By size too: after a restart with fewer ranks the group may have the same name.
     key = (world.group_name, world.size)
     stale = _consumed.get(key, [None] * world.size)
@@ -321,11 +327,12 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
 def _introduce(
     known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str, absent: Sequence[AgentAddress]
 ) -> Mapping[str, ReplicatedCkptError]:
-    """Introduces all nodes of the load to every agent that answers, upon which each settles saves that were cut short.
+    """Introduces all nodes of the load to every agent that answers. Each agent then settles saves that were
+    interrupted.
 
     The agents of `absent` nodes are greeted meanwhile, so that all silent nodes together cost one time-out. Their
-    holdings are asked later: settling may have an absent node publish a save that it has decided.
-    Returns the nodes of the load that let a time-out pass, and the absent ones without an answer, with their errors.
+    holdings are asked later: settling may have an absent node publish a save that it has decided. Returns the nodes of
+    the load that let a time-out pass, and the absent ones without an answer, with their errors.
     """
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
     away = {address.node_id for address in absent}

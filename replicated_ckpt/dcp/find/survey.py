@@ -1,4 +1,4 @@
-"""The survey before a load: what all reachable stores hold now, and which save the requested id means."""
+"""The survey before a load: the present content of all reachable stores, and the save that the requested id means."""
 
 import contextlib
 import logging
@@ -64,14 +64,15 @@ def unmanaged_save(
     searched: Sequence[str],
     because: ReplicatedCkptError,
 ) -> UnmanagedSave:
-    """The stock checkpoint that is `asked` for, by its id or as "latest", where none of ours is found, `because`.
+    """The stock checkpoint that is `asked` for by its id or as "latest", if there is no checkpoint of this package,
+    `because`.
 
-    An explicit id gives what is left of it, as a load may need only that. "latest" gives the newest one, by the time of
-    `.metadata`, with every shard present.
+    With an explicit id it has all files that are left, because a load may need only these. "latest" gives the newest
+    one with every shard, by the time of `.metadata`.
 
     Raises:
         CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
-        ShardLost: "latest", and none is whole. `because`: there is none. LatestAmbiguous
+            ShardLost: "latest", and no checkpoint is whole. `because`: there is none. LatestAmbiguous
     """
     newest = asked if isinstance(asked, Newest) else None
     wanted = asked if isinstance(asked, str) else None
@@ -103,7 +104,9 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
-    """The warning of a load of such a checkpoint. `because`: why none of ours is loaded, where "latest" was asked for."""
+    """The warning of a load of such a checkpoint. `because`: if "latest" was asked for, why no checkpoint of this
+    package is loaded.
+    """
     newer = f" It is loaded although newer ones exist: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
@@ -229,16 +232,16 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard goes before a newer one that lacks a shard. So it does if the newer one has a
-        known damage in a shard's only copy, or metadata that some ranks cannot read. If none is whole, an explicit id
-        still gives its newest save: a load may need only what is left. A checkpoint by FileSystemWriter is older than
-        anything else.
+        A save with a copy of every shard precedes a newer one that lacks a shard, that has known damage in a shard's
+        only copy, or whose metadata some ranks cannot read. If no save is whole, an explicit id still gives its newest
+        save: a load may need only the remaining part. A checkpoint by FileSystemWriter is older than any other.
 
         Raises:
-            CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.
+            CheckpointNotFound, CheckpointNotCommitted: there is no such save. ManifestVersionUnknown: only a newer
+                version reads it.
             ShardLost: "latest", and no save is whole; or every manifest or mark that lists its parts is damaged.
-            LatestAmbiguous: "latest", and checkpoints lie in several directories of ids.
-            CheckpointAmbiguous: what stock torch wrote is of several runs.
+            LatestAmbiguous: "latest", and several directories of ids have checkpoints.
+            CheckpointAmbiguous: files of stock torch are from several runs.
         """
         try:
             return self._survey_once(checkpoint_id)
@@ -367,7 +370,9 @@ class Surveyor:
         return found
 
     def _find_newest_full(self, manifest: Manifest) -> str:
-        """The newest checkpoint with an optimizer of the run of a save that has lost it, as far as it was seen; else ""."""
+        """The newest checkpoint with an optimizer in the run of a save that has lost it, as far as it was seen; else
+        "".
+        """
         if not manifest.is_slim:
             return ""
         seen = [holding for save in self.saves for holding in save.holdings] + self._beside
@@ -379,7 +384,8 @@ class Surveyor:
         return "" if newest is None else newest.checkpoint_id
 
     def _find_directory(self, checkpoint_id: str) -> Newest | None:
-        """The directory that "latest" means, by all that was seen, readable or not; None: the id of one checkpoint.
+        """The directory that "latest" means, judged by all saves that were seen, readable or not. None: the id of one
+        checkpoint.
 
         Raises LatestAmbiguous.
         """
@@ -393,7 +399,7 @@ class Surveyor:
         return self._newest is None or self._newest.fits(checkpoint_id)
 
     def _find_unread(self) -> list[str]:
-        """The checkpoints that "latest" may mean, without a manifest that passes its checks on any node that answered."""
+        """Checkpoints that "latest" may mean, but whose manifest fails its checks on every node that answered."""
         return [name for name in find_unread(self.unclaimed, self._ids) if self._is_wanted(name)]
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:

@@ -1,4 +1,6 @@
-"""The entries of a checkpoint whose optimizer was dropped: a load that asks for one of those gets an error of ours."""
+"""The entries of a checkpoint whose optimizer was dropped. A load that asks for one of them gets an error of this
+package.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +20,7 @@ class EntriesLeft(dict[str, STORAGE_TYPES]):
         self._dropped, self._error = frozenset(dropped), error
 
     def __contains__(self, name: object) -> bool:
-        """Raises OptimizerDropped: the entry is not there, and its name is one of the optimizer's."""
+        """Raises OptimizerDropped: the entry is missing, and its name belongs to the dropped optimizer."""
         if super().__contains__(name):
             return True
         if isinstance(name, str) and is_dropped(name, self._dropped):
@@ -30,7 +32,7 @@ class EntriesLeft(dict[str, STORAGE_TYPES]):
 
 
 def refuse_dropped(metadata: Metadata, manifest: Manifest, newest_full: str) -> Metadata:
-    """The metadata; of a checkpoint without its optimizer, each look-up of an entry that was dropped raises."""
+    """The metadata. If the checkpoint's optimizer was dropped, each look-up of a dropped entry raises."""
     if not manifest.is_slim:
         return metadata
     error = OptimizerDropped(manifest.checkpoint_id, manifest.dropped, newest_full)

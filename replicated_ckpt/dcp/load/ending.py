@@ -1,6 +1,7 @@
-"""The end of a load: each rank sends the coordinator its report or its error, and gets the errors of the others.
+"""The end of a load: each rank sends its report or its error to the coordinator, and gets the errors of the others.
 
-DCP sends every outcome to every rank, which is as many messages as ranks squared. Here only failures go to all ranks.
+DCP sends every outcome to every rank, so the number of messages grows with the square of the ranks. Here only failures
+go to all.
 """
 
 import pickle
@@ -21,10 +22,10 @@ FAILURES_MAX = 32
 
 
 def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -> tuple[list[Any], list[LoadReport]]:
-    """Ends the load on this rank, and returns the outcome of each rank as DCP expects it: None, or how it failed.
+    """Ends the load on this rank. Returns the outcome of each rank as DCP expects it: None, or its failure.
 
-    `own`: None, or the failure of this rank as DCP wraps it. Every rank keeps its own. Also returns all ranks' reports,
-    in order, at the coordinator of a load that has succeeded; elsewhere none.
+    `own`: None, or this rank's failure, wrapped as DCP does; every rank keeps its own. At the coordinator of a
+    successful load this also returns all ranks' reports, in order.
     """
     own = _as_sent(own)
     told = collectives.gather_object(own if report is None or own is not None else report.as_dict())
@@ -43,7 +44,9 @@ def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -
 
 
 def outcomes_without(lost: Sequence[int], collectives: Collectives, own: object) -> list[Any]:
-    """The outcome of each rank as DCP expects it, where some have died: no collective is begun, as one would hang."""
+    """The outcome of each rank as DCP expects it, if some ranks have died. No collective is begun, because it would
+    hang.
+    """
     outcomes: list[Any] = [None] * collectives.get_world_size()
     outcomes[collectives.get_rank()] = _as_sent(own)
     for rank in lost:
@@ -52,7 +55,7 @@ def outcomes_without(lost: Sequence[int], collectives: Collectives, own: object)
 
 
 def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]:
-    """The failures that go to all ranks, some of each class of error, and the ranks of the others."""
+    """The failures that are sent to all ranks, a few of each class of error, and the other failed ranks."""
     seen: Counter[str] = Counter()
     order: list[tuple[int, int]] = []
     for rank, (error, _) in failures.items():
@@ -65,9 +68,9 @@ def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]
 
 
 def _as_sent(own: object) -> object:
-    """A failure as other ranks get it; if it cannot be pickled, a description.
+    """A failure as it is sent to other ranks. A failure that cannot be pickled is replaced by a description.
 
-    It has no traceback objects, whose frames would keep the reader and the state dict as long as the error is kept.
+    It has no traceback objects: their frames would keep the reader and the state dict as long as the error.
     """
     if not isinstance(own, tuple):
         return own

@@ -1,4 +1,4 @@
-"""Fetching ahead: a few threads fetch the windows of other nodes while the rank works on those before them."""
+"""Fetching ahead: a few threads fetch windows from other nodes while the rank works on earlier ones."""
 
 import threading
 import time
@@ -18,9 +18,9 @@ STOP_WITHIN_S = 1.0
 
 
 class FetchAhead:
-    """Fetches windows in their order. What the node's other ranks need too goes through this rank's cache.
+    """Fetches windows in their order. Windows that the node's other ranks need, too, go through this rank's cache.
 
-    One thread uses it; it owns the threads. Each window is taken once, in order.
+    It owns its threads, and one thread uses it. Each window is taken once, in order.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FetchAhead:
             raise
 
     def take_window(self, window: Window) -> memoryview:
-        """The window's bytes, verified; valid until `release`. Raises the error that its fetch met."""
+        """The window's verified bytes, valid until `release`. Raises the error of its fetch."""
         with self._changed:
             while window not in self._results:
                 if self._failure is not None:
@@ -64,7 +64,7 @@ class FetchAhead:
         return found
 
     def release(self, window: Window) -> None:
-        """Frees the memory of a taken window for another one."""
+        """Frees the memory of a taken window for another window."""
         with self._changed:
             memory = self._lent.pop(window, None)
             if memory is not None and self._buffers is not None:
@@ -72,7 +72,7 @@ class FetchAhead:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Fetches no more. A thread that waits for a node ends when that answers, or its time is up."""
+        """Stops fetching. A thread that waits for a node ends when the node answers, or when its time-out passes."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()

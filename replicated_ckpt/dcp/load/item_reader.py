@@ -19,8 +19,8 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe
 class ItemReader:
     """Passes verified items to a planner. One thread.
 
-    `trust_pickles`: objects are passed as they lie in the shard, and tensors of any class are unpickled; else objects are
-    passed as this process has saved them again.
+    `trust_pickles`: passes objects as they are in the shard, and unpickles tensors of any class. Otherwise it passes
+    objects as this process has pickled them anew.
     """
 
     def __init__(self, *, trust_pickles: bool) -> None:
@@ -30,13 +30,14 @@ class ItemReader:
         self._trust_pickles = trust_pickles
 
     def read_item(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
-        """Passes one item to the planner: an object, or a tensor's named part into the target tensor.
+        """Passes one item to the planner: an object, or the requested part of a tensor into the target tensor.
 
         Nothing of `raw` is kept.
 
         Raises:
-            ObjectUnsafe: the object, or a tensor of a class of its own, is not loaded by default. ObjectCorrupt: the item
-            is intact but not what the metadata says. ConfigInvalid: as `target_of`. Nothing was passed to the planner.
+            ObjectUnsafe: the object, or a tensor of a class of its own, is not loaded by default. ObjectCorrupt: the
+                item is intact, but is not what the metadata describes. ConfigInvalid: as `target_of`. Nothing was
+                passed to the planner.
         """
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
@@ -51,7 +52,7 @@ class ItemReader:
             raise ObjectUnsafe(name, f"shard {source}", exc.keys) from exc
         # Intact by its checksum: it was saved wrongly, or .metadata describes another item.
         except (ValueError, RuntimeError) as exc:
-            raise ObjectCorrupt(source, "load", name, f"its bytes are intact, but are no tensor: {exc}") from exc
+            raise ObjectCorrupt(source, "load", name, f"its bytes are intact, but not a tensor: {exc}") from exc
         # copy_ would broadcast a smaller tensor without a word.
         if tuple(tensor.size()) != tuple(item.lengths):
             shapes = f"it has the shape {tuple(tensor.size())}, but the metadata has {tuple(item.lengths)}"
@@ -96,9 +97,9 @@ ReadWhole = Callable[[], memoryview]
 
 
 class Feed:
-    """One item. Its bytes come in ascending order, in pieces that may leave gaps where nothing is needed.
+    """One item. Its bytes arrive in ascending order, in pieces that may leave gaps where no byte is needed.
 
-    A contiguous tensor's data goes into the target piece by piece; anything else is collected first.
+    Data of a contiguous tensor goes into the target piece by piece. All other data is collected first.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class Feed:
         self._rows = ByteRange(0, 0)
 
     def take_piece(self, piece: memoryview, position: int) -> None:
-        """Bytes of the item from `position` on.
+        """Takes bytes of the item from `position` on.
 
         Raises:
-            ObjectCorrupt: they are intact and not what the metadata says. ConfigInvalid: as `target_of`. And what the
-            planner raises.
+            ObjectCorrupt: they are intact, but are not what the metadata describes. ConfigInvalid: as `target_of`. And
+                any error of the planner.
         """
         if self._stored is not None and self._destination is None and self._gathered is None:
             missing = len(self._stored.head) - len(self._head)
@@ -164,7 +165,7 @@ class Feed:
         self._destination, self._rows = destination_for(self._target, stored, self._item)
 
     def finish_feed(self) -> None:
-        """All needed bytes were taken: passes the tensor, or the object, to the planner."""
+        """Called once all needed bytes were taken: passes the tensor, or the object, to the planner."""
         if self._destination is not None and self._target is not None:
             self._destination.close()
             self._planner.commit_tensor(self._item, self._target)

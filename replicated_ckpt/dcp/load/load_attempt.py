@@ -64,7 +64,7 @@ class ReaderBucket:
     """
 
     def __init__(self, target: ObjectTarget | None, *, is_all: bool) -> None:
-        """`is_all`: the reader has no other source, so a look at the bucket gets as much time as a read."""
+        """`is_all`: the reader has no other source, so the search in the bucket may take as long as a read."""
         self._target = target
         self._look_s = READ_WITHIN_S if is_all else LOOK_WITHIN_S
         self._bucket: Bucket | None = None
@@ -75,7 +75,7 @@ class ReaderBucket:
         self._is_over = should_stop
 
     def open(self) -> Bucket | None:
-        """The bucket; None if the reader was given none."""
+        """The bucket; None if the reader has none."""
         if self._bucket is None and self._target is not None:
             # A new load waits for the bucket anew, whatever the one before it met.
             self._is_over = lambda: False
@@ -87,7 +87,9 @@ class ReaderBucket:
         return self._is_over()
 
     def close(self) -> None:
-        """Closes the connections; a thread that still waits for an answer retries no more. It may be opened again."""
+        """Closes the connections. A thread that still waits for an answer does not retry. The bucket may be opened
+        again.
+        """
         if self._bucket is not None:
             self._bucket.client.close()
             self._bucket = None
@@ -120,7 +122,7 @@ _ADVICE = (
 def describe_not_loaded(
     checkpoint_id: str, saved: Mapping[str, STORAGE_TYPES], plans: Sequence[LoadPlan]
 ) -> str | None:
-    """A warning about the saved entries for which no rank's plan asks, None where there are none."""
+    """A warning about the saved entries that no rank's plan asks for; None if there are none."""
     asked = names_asked(plans)
     not_loaded = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
     not_loaded = [
@@ -141,7 +143,7 @@ def describe_not_loaded(
 
 
 def count_prefixes(not_loaded: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
-    """Counts the names that are not loaded by prefix. A prefix is the shortest under which nothing was asked."""
+    """Counts the entries that are not loaded by prefix: the shortest prefix under which no entry was asked for."""
     # A prefix of a name that was asked for would blame a part that the load does read.
     met = {prefix for name in asked for prefix in _prefixes(name)}
     return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in not_loaded)
@@ -156,7 +158,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _has_content(entry: STORAGE_TYPES) -> bool:
-    """Whether a load asks for it at all: DCP's planners plan no read of a tensor without elements."""
+    """Whether a load can ask for the entry: DCP's planners plan no read of a tensor without elements."""
     # DCP's planners plan no read of a tensor without elements, so that it would always count as not loaded.
     return not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
 
@@ -176,8 +178,8 @@ _TRANSFORMED = (
 class LoadAttempt:
     """One load on one rank: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, `read_items`.
 
-    An error of this rank alone, while the ranks meet and read the metadata, is kept. `prepare` raises it, as DCP sends
-    the errors of that step to all ranks. One thread.
+    If only this rank fails while the ranks meet and read the metadata, its error is kept. `prepare` raises it, because
+    DCP sends the errors of that step to all ranks. One thread.
     """
 
     def __init__(
@@ -187,9 +189,10 @@ class LoadAttempt:
         keep_report: Callable[[LoadReport], None],
         max_tries: int | None = None,
     ) -> None:
-        """`keep_report` takes what this rank read, and at the coordinator again with what all ranks read.
+        """`keep_report` is called with this rank's report once it has read, and at the coordinator again with those of
+        all ranks.
 
-        `max_tries`: "latest" skips a checkpoint that was restored so often without a later save.
+        `max_tries`: "latest" skips a checkpoint that was restored this many times without a later save.
         """
         self._parts, self._max_tries = parts, max_tries
         self._store = parts.store
@@ -211,15 +214,16 @@ class LoadAttempt:
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The checkpoint that was found, if one was."""
+        """The id of the checkpoint that was found, if any."""
         return None if self._found is None else self._found.found.checkpoint_id
 
     def meet(self, world: World, *, in_step: bool = False) -> None:
-        """The ranks meet and find the checkpoint. `in_step`: inside DCP's first step, as this rank passed no id.
+        """The ranks meet and find the checkpoint. `in_step`: called in DCP's first step, because this rank passed no
+        id.
 
         Raises:
-            ReplicatedCkptError: on every rank alike. An error of this rank alone is raised by `prepare`; so is one of all
-                ranks where one of them is inside DCP's first step, in which DCP waits for each.
+            ReplicatedCkptError: on every rank alike. `prepare` raises an error of this rank alone. It also raises an
+                error of all ranks if one of them is in DCP's first step, in which DCP waits for each rank.
         """
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
@@ -240,7 +244,7 @@ class LoadAttempt:
         self.is_met = True
 
     def _keep_here(self, save: SaveFound) -> None:
-        """Locks the save's files here against removal by any process, as others than the agent remove files, too."""
+        """Locks the save's files here against removal by any process: not only the agent removes files."""
         # None: nothing of it lies here, or it was removed a moment ago; then the bytes come from a peer.
         version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
         if version is not None:
@@ -259,7 +263,7 @@ class LoadAttempt:
             raise
 
     def let_go(self) -> None:
-        """Releases the lock on this load's files here, and the cache of a rank that never came to reading."""
+        """Releases the lock on this load's files here, and the cache of a rank that did not get as far as reading."""
         with ExitStack() as stack:
             self._take_cache(stack)
         self._let_go()
@@ -270,7 +274,9 @@ class LoadAttempt:
         self._failure = error
 
     def read_metadata(self) -> Metadata:
-        """The checkpoint's `.metadata`, verified and safely read. Warns of anything unusual about its places."""
+        """The checkpoint's `.metadata`, verified and read without an unpickler. Warns of anything unusual about its
+        sources.
+        """
         self.check_failure()
         key, bucket = f"rank {self._world.rank}", self._parts.bucket.open()
         metadata = read_verified_metadata(self._store, self._survey, bucket, key, self._silent)
@@ -290,7 +296,7 @@ class LoadAttempt:
         return metadata
 
     def refuse_dropped(self, metadata: Metadata) -> Metadata:
-        """The metadata for a planner, whose look-up of an entry that the checkpoint has dropped raises OptimizerDropped."""
+        """The metadata for a planner. A look-up of an entry that the checkpoint has dropped raises OptimizerDropped."""
         return refuse_dropped(metadata, self._survey.manifest, self._survey.newest_full)
 
     def check_failure(self) -> None:
@@ -308,14 +314,18 @@ class LoadAttempt:
         self._remind_at = time.monotonic() + REMIND_S
 
     def _forget_metadata(self) -> None:
-        """Drops the metadata: a reader may live as long as the training, and a million chunks take a gigabyte."""
+        """Drops the metadata: a reader may live as long as the training, and the metadata of a million chunks takes a
+        gigabyte.
+        """
         self._saved, self._info_by_index, self._places, self._held = {}, {}, None, []
         self._stored.describe(None)
 
     def plan(self, plan: LoadPlan, *, keeps_items: bool) -> LoadPlan:
-        """The plan, with the windows that this rank would fetch from other nodes; checked as ReplicatedReader specifies it.
+        """The plan, with the windows that this rank would fetch from other nodes, checked as ReplicatedReader specifies
+        it.
 
-        `keeps_items`: no planner or reader of the load reads the items before `read_items`, so they stay here.
+        `keeps_items`: no planner or reader of this load reads the items before `read_items`, so the items stay on this
+        rank.
         """
         try:
             placed = self._place(plan.items)
@@ -362,9 +372,11 @@ class LoadAttempt:
             raise ShardLost(found.checkpoint_id, owners, searched, is_latest)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
-        """The windows that this rank would fetch from elsewhere and others of its node may need, too; and silent nodes.
+        """The windows that this rank would fetch from elsewhere, and that other ranks of its node may need, too; and
+        silent nodes.
 
-        Its cache exists when this returns: the others get its name with the plan, and need not wait for the file.
+        This rank's cache exists when this returns: other ranks get its name with the plan, and need not wait for the
+        file.
         """
         if self._world.blackboard is None or isinstance(self._store, EmptyStore):
             return None
@@ -386,7 +398,7 @@ class LoadAttempt:
             return None
 
     def read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """As ReplicatedReader.read_data. The save's files here are locked against removal, however long it takes."""
+        """As ReplicatedReader.read_data. The save's files here stay locked against removal, however long it takes."""
         began, key = time.monotonic(), f"rank {self._world.rank}"
         placed = self._held if isinstance(plan, CachedLoadPlan) else self._place(plan.items)
         wanted = self._group_by_shard(placed)
@@ -457,7 +469,7 @@ class LoadAttempt:
             self._report_loaded(report, [report])
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> list[Any]:
-        """Every rank gets from the coordinator whether all have read: the end of the load, on this rank."""
+        """Every rank gets from the coordinator whether all ranks have read. This ends the load on this rank."""
         self.let_go()
         self._forget_metadata()
         # Watched collectives notice a dead rank themselves; others would hang in the gather.
@@ -483,7 +495,7 @@ class LoadAttempt:
         call_back(self._parts.on_load, report)
 
     def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:
-        """Renews the pins on the nodes of these shards, while this rank reads from others."""
+        """Renews the pins on the nodes of these shards while this rank reads from other sources."""
         if time.monotonic() < self._remind_at:
             return
         self._remind_at = time.monotonic() + REMIND_S
@@ -494,7 +506,9 @@ class LoadAttempt:
         reader.findings.silent |= tell_load(told, self._survey, self._world)[1]
 
     def _find_silent_elsewhere(self, shared: object) -> frozenset[str]:
-        """Nodes that any rank found silent while it read the metadata; not this one: its disk is read without its agent."""
+        """Nodes that any rank found silent while it read the metadata. This node is left out: its disk is read without
+        its agent.
+        """
         return shared.silent - {self._own_node} if isinstance(shared, NodeSharing) else frozenset()
 
     def _join(self, shared: object, cache: RankCache | None, windows: Sequence[Window]) -> Exchange | None:

@@ -1,4 +1,4 @@
-"""The report of one load: on each rank its own, on rank 0 with those of all ranks."""
+"""The report of one load: each rank has its own, and rank 0 those of all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields

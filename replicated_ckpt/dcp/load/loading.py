@@ -1,4 +1,4 @@
-"""One rank's loading: it goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
+"""One rank's loading: goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -70,7 +70,7 @@ _HINT_LARGE = (
 
 
 class ShardItems:
-    """The items that are wanted of one shard, fed from its windows, which come in ascending order."""
+    """The wanted items of one shard, fed from its windows, which arrive in ascending order."""
 
     def __init__(
         self, shard: str, wanted: Sequence[Wanted], reader: ShardReader, items: ItemReader, planner: LoadPlanner
@@ -84,7 +84,9 @@ class ShardItems:
         self._open: list[tuple[Wanted, Feed]] = []
 
     def place_of(self, window: Window) -> memoryview | None:
-        """The memory for all of the next window, if it is one piece: the window may be read to there, and then taken."""
+        """The target memory for the whole next window, if it is contiguous: the window may be read into it, and then
+        taken.
+        """
         # Another item begins in the window: its bytes do not belong into this one's tensor.
         is_next = self._next < len(self._wanted) and self._wanted[self._next].info.offset < window.end
         if is_next or len(self._open) != 1:
@@ -93,11 +95,11 @@ class ShardItems:
         return feed.memory_of(window.offset - one.info.offset, window.length)
 
     def take_item(self, window: Window, raw: memoryview) -> None:
-        """Feeds what lies in one window.
+        """Feeds the items in one window.
 
         Raises:
-            ObjectCorrupt: intact bytes are not what the metadata says. StoreError: an item is larger than the memory. And
-            what the planner raises.
+            ObjectCorrupt: intact bytes are not what the metadata describes. StoreError: an item is larger than the
+                memory. And any error of the planner.
         """
         try:
             # A hostile .metadata, or an honest large item, may exceed the memory: the error names it.
@@ -126,7 +128,7 @@ class ShardItems:
                 self._open.append((one, feed))
 
     def finish_shard(self) -> None:
-        """All windows have come: items without a byte are left."""
+        """Called after the last window: feeds items without bytes."""
         for one in self._wanted[self._next :]:
             self._items.read_item(memoryview(b""), one.item, self._planner, self._shard)
 
@@ -138,7 +140,9 @@ class ShardItems:
             feed.finish_feed()
 
     def _whole(self, one: Wanted) -> Callable[[], memoryview]:
-        """Reads all of an item of which only a part was wanted, into memory of its own: the window is still in use."""
+        """Reads all of an item of which only a part was wanted, into memory of its own, because the window is still in
+        use.
+        """
 
         def read() -> memoryview:
             # A sibling: the reader's own buffer holds the window that is being fed.
@@ -159,10 +163,12 @@ class Loading:
     def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow, place_of: PlaceOf) -> None:
         """Passes each window, verified, to `feed`, in order. Its memory is valid during the call.
 
-        A window of the node's own disk is read into `place_of` it, if there is one. If it fails its check, that is zeros.
+        A window of the node's own disk is read into its `place_of`, if there is one. If it fails its check, that memory
+        becomes zeros.
 
         Raises:
-            ShardLost: no intact copy is left. And what `feed` raises. No thread is left that the load waits for.
+            ShardLost: no intact copy is left. And any error of `feed`. When it raises, no thread is left that the load
+                waits for.
         """
         ahead, read = self._ahead(windows, shards), self._reader.read_range
         try:
@@ -212,7 +218,9 @@ class Loading:
         return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
     def _read_shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
-        """Feeds windows that several ranks of the node need, from the rank that fetched them; else reads them again."""
+        """Feeds windows that several ranks of the node need, from the rank that fetched them. If that fails, reads them
+        again.
+        """
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
@@ -231,7 +239,9 @@ class Loading:
 
 
 def _take_fetched(hull: Window, windows: Sequence[Window], ahead: FetchAhead) -> memoryview | None:
-    """A window that this rank has fetched for several; None: a block of it is lost, perhaps one that no rank needs."""
+    """A window that this rank has fetched for several ranks. None: a block of it is lost, perhaps one that no rank
+    needs.
+    """
     try:
         return ahead.take_window(hull)
     except ShardLost:

@@ -58,12 +58,12 @@ class UnreadMetadata(Metadata):
 def read_verified_metadata(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, silent: set[str]
 ) -> Metadata:
-    """The checkpoint's metadata from the first intact copy, safely read.
+    """The checkpoint's metadata from the first intact copy, read without an unpickler.
 
-    `silent`: the nodes that let a time-out pass; nodes that do so now are added.
+    `silent`: nodes that let a time-out pass. Nodes that do so now are added.
 
     Raises:
-        ShardLost: no copy is intact. MetadataUnsafe: an intact one is not what DCP metadata consists of.
+        ShardLost: no copy is intact. MetadataUnsafe: an intact copy is not DCP metadata.
     """
     problems: list[str] = []
     for copy in _read_copies(store, survey, bucket, reader_key, problems, silent):
@@ -87,10 +87,10 @@ def read_verified_metadata(
 def _read_copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
-    """Each copy that can be read: this node's first, whatever the state of its manifest, then those that were listed.
+    """Each copy that can be read: first this node's, whatever the state of its manifest, then the listed ones.
 
-    Nodes that listed none, or are `silent`, are asked last, as each may cost a time-out. `problems` gets the error of each
-    place, named.
+    Nodes that listed no copy, or are `silent`, are asked last, because each may cost a time-out. The error of each
+    place is added to `problems`.
     """
     save, own_node = survey.found, store.read_node_id()
     # Where only some nodes have dropped the optimizer, the others' metadata is of other bytes.

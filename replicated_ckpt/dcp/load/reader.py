@@ -120,7 +120,7 @@ class ReplicatedReader(StorageReader):
         return attempt
 
     def _find_own(self) -> LoadAttempt:
-        """The load that this thread began; else the one that began last."""
+        """The load that this thread began, else the load that began last."""
         return self._attempt_by_thread.get(threading.get_ident(), self._attempt)
 
     @property
@@ -138,39 +138,43 @@ class ReplicatedReader(StorageReader):
         self.last_load = report
 
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a committed checkpoint of this id, in any store; the same on every rank, and all must ask.
+        """Whether a committed checkpoint of this id is in any store. The same on every rank; all ranks must call it.
 
-        A test of the node's own disk would answer differently on each node. One that is there and no longer whole exists.
+        A test of the node's own disk would have another result on each node. A checkpoint that is no longer complete
+        exists, too.
 
         Raises:
-            StoreUnavailable: none was found, but not all were reached. Other ReplicatedCkptErrors, on every rank alike.
+            StoreUnavailable: none was found, but not all stores were reached. Other ReplicatedCkptErrors, on every rank
+                alike.
         """
         return self.find(os.fspath(checkpoint_id)) is not None
 
     def latest(self, directory: str | None = None) -> str | None:
-        """The id that "latest" means now, None without a checkpoint; the same on every rank, and all must ask.
+        """The id that "latest" means now; None if there is no checkpoint. The same on every rank; all ranks must call
+        it.
 
-        `directory`: of ids, "run-a" say, or "" for ids of one part. None: the only one in which checkpoints lie.
+        `directory`: a directory of ids, such as "run-a", or "" for ids of one part. None: the only directory with
+        checkpoints.
 
         Raises:
-            LatestAmbiguous: they lie in several. ShardLost: there are checkpoints, and none is whole. StoreUnavailable: as
-                for `exists`.
+            LatestAmbiguous: several directories have checkpoints. ShardLost: there are checkpoints, but none is
+                complete. StoreUnavailable: as for `exists`.
         """
         found = self.find(str(Newest(directory)))
         return None if found is None else found.checkpoint_id
 
     def find(self, checkpoint_id: str) -> SaveFound | None:
-        """The save that a load of this id, or of "latest", would read; as `exists` and `latest`."""
+        """The save that a load of this id, or of "latest", would read. Raises as `exists` and `latest`."""
         with closing(self._parts.bucket) as bucket:
             world = world_of_call(self._process_group, self._no_dist)
             return look_up(self._parts.store, world, checkpoint_id, bucket.open, self.config.lineage)
 
     def leave_group(self) -> None:
-        """Drops its reference to the process group, which may end now. This reader must not look or load afterwards."""
+        """Drops the reference to the process group, which may end now. This reader must not search or load afterwards."""
         self._process_group = None
 
     def let_go(self) -> None:
-        """Releases the last load's lock on files of this node's store, wherever the load ended."""
+        """Releases the last load's lock on files of this node's store, whether or not the load succeeded."""
         self._attempt.let_go()
 
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
@@ -185,8 +189,9 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-                every rank alike, each of them a CheckpointException, too. An error of this rank alone is raised later,
-                in a step whose errors DCP sends to all ranks; so is any error if a rank passed no id.
+                every rank alike. Each of them is a CheckpointException, too. An error of this rank alone is raised
+                later, in a step whose errors DCP sends to all ranks. If a rank passed no id, every error is raised
+                there.
         """
         given_id = self._given_id if checkpoint_id is None else checkpoint_id
         self._given_id = given_id
@@ -208,12 +213,12 @@ class ReplicatedReader(StorageReader):
             self._under_way.meet(self._world, in_step=in_step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's `.metadata`, verified and safely read.
+        """The checkpoint's `.metadata`, verified and read without an unpickler.
 
-        Called outside of a load it asks for this process alone, whatever process group is there, and waits for no rank.
+        Outside of a load it works for this process alone, whatever process group exists, and waits for no rank.
 
-        Called by DCP, it raises no error: `set_up_storage_reader` does, or any access to the metadata before. DCP
-        would take an error here as a sign of metadata on every rank, and raise an AssertionError.
+        When DCP calls it, it raises no error: `set_up_storage_reader` raises the error, or any earlier access to the
+        metadata. DCP would treat an error here as a sign of metadata on every rank, and raise an AssertionError.
 
         Raises:
             ReplicatedCkptError: as above.
@@ -242,7 +247,7 @@ class ReplicatedReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepares to read, by the result of `read_metadata`. Raises the error that it kept."""
+        """Prepares the reads, from the result of `read_metadata`. Raises the error that `read_metadata` kept."""
         del is_coordinator, args, kwargs
         with self._under_way.reporting_failure():
             self._under_way.prepare(metadata)
@@ -250,28 +255,30 @@ class ReplicatedReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
 
-        Called by DCP for a planner that leaves plans as they are, it keeps the items here, and returns their names only.
+        If DCP calls it for a planner that never changes plans, it keeps the items here, and returns only their names.
 
         Raises:
-            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
+            ShardLost: names the shards without a copy. ManifestInvalid: metadata and manifest contradict each other.
         """
         # A subclass may read the items in its own hooks: then they must travel with the plan.
         with self._under_way.reporting_failure():
             return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Assigns to the ranks of each node the windows that several of them need from elsewhere: each is fetched once.
+        """Chooses a fetcher for each window that several ranks of a node need from elsewhere, so that each is fetched
+        once.
 
-        Warns of saved entries for which no rank asks, unless that is expected.
+        Warns of saved entries that no rank asks for, unless `expect_partial` is set.
         """
         return self._under_way.share(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan, verified, into the planner's tensors.
 
-        ShardLost: no intact copy is left. ObjectUnsafe: an object names a class that nothing allows. Tensors that were not
-            read yet keep their values. One that was being read holds bytes of the checkpoint, each verified, up to some
-            place in it, and its earlier values from there on.
+        Raises:
+            ShardLost: no intact copy is left. ObjectUnsafe: an object names a class that is not allowed. Tensors that
+                were not read yet keep their values. A tensor that was being read has verified bytes of the checkpoint
+                up to some position, and its earlier values after it.
         """
         try:
             with self._under_way.reporting_failure():
@@ -286,7 +293,7 @@ class ReplicatedReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint that was found; before that, the id as it was given, or the root."""
+        """The id of the checkpoint that was found. Before that, the id as it was passed, or the root."""
         return str(self._attempt.checkpoint_id or self._given_id or self.config.root or self.config.object_store or "")
 
     @classmethod

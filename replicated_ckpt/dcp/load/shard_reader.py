@@ -47,10 +47,10 @@ OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
 
 @dataclass
 class Traffic:
-    """Bytes read, by source, in whole blocks, bad ones too; and the copies that were found bad on the way.
+    """Bytes read by source, in whole blocks, bad ones included; and the copies that turned out to be bad.
 
-    `bytes_shared`: taken from another rank of this node, which had fetched them. `seconds_by_node`: of reading, in all
-    threads together.
+    `bytes_shared`: bytes that another rank of this node had fetched. `seconds_by_node`: the time of reading from
+    each node, summed over all threads.
     """
 
     bytes_local: int = 0
@@ -87,7 +87,9 @@ class Findings:
             self.traffic.seconds_by_node[node] = self.traffic.seconds_by_node.get(node, 0.0) + spent_s
 
     def record_finding(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
-        """Records that a copy failed; returns whether for the first time. `is_suspect`: its agent is to read it again."""
+        """Records that a copy failed. Returns whether this is the first time. `is_suspect`: its agent must read it
+        again.
+        """
         with self._lock:
             if is_suspect:
                 self._suspects.add((node, shard))
@@ -104,7 +106,9 @@ class Findings:
             return True
 
     def is_silent(self, node: str) -> bool:
-        """Whether asking it would cost a time-out again, as this rank or another one of the node found out."""
+        """Whether a request to the node would time out again, by the experience of this rank or another rank of this
+        node.
+        """
         return node in self.silent or (self.exchange is not None and self.exchange.is_silent(node))
 
     def failures(self, shard: str) -> tuple[str, ...]:
@@ -132,7 +136,9 @@ class ShardReader:
         bucket: Bucket | None = None,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
-        """`places`: those of all items of each shard, where no manifest has checksums: there the items are checked."""
+        """`places`: the places of all items of each shard. If no manifest has checksums, the items at these places are
+        checked.
+        """
         self._store = store
         self._own_node = own_node
         self._survey = survey
@@ -160,18 +166,20 @@ class ShardReader:
         return {shard: (*nodes, *self._with_other_sizes(shard, nodes)) for shard, nodes in orders.items()}
 
     def _with_other_sizes(self, shard: str, others: Sequence[str]) -> list[str]:
-        """Nodes whose file of the shard has another size, as the last resort: its intact blocks may be the only ones."""
+        """Nodes whose file of the shard has another size. They are the last resort: its intact blocks may be the only
+        ones.
+        """
         return [
             found.node_id for found in self._survey.holdings if shard in found.sizes and found.node_id not in others
         ]
 
     def read_range(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
-        """Bytes [offset, offset + length) of a shard, verified; as a rule in `memory`, if that is given.
+        """Verified bytes [offset, offset + length) of a shard; usually in `memory`, if that is passed.
 
-        Otherwise the memory may be reused by the next read of the shard.
+        Otherwise the next read of the shard may reuse the memory.
 
         Raises:
-            ShardLost: no source that is left has them intact; the error has the answer of each.
+            ShardLost: no remaining source has these bytes intact. The error has the answer of each source.
         """
         source = self._open.get(shard) or self._open_shard(shard)
         raw = source.read(offset, length, memory)
@@ -231,7 +239,7 @@ class ShardReader:
         return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
 
     def _unchecked_items(self, shard: str, node: str) -> UncheckedItems:
-        """One object for all siblings: what one of them has checked, none checks again."""
+        """One object for all siblings, so that an item is checked only once."""
         key = shard, node
         if key not in self._unchecked:
             # setdefault: siblings run in threads of their own.
@@ -247,9 +255,9 @@ class ShardReader:
             log.warning("%s of %s on node %s %s: %s", shard, self._manifest.checkpoint_id, node, how, error)
 
     def tell_suspects(self) -> None:
-        """Has the agents of the nodes with bad copies read these again, and mend them.
+        """Has the agents of nodes with bad copies read these again, and repair them.
 
-        A node that is silent, or stops answering, is skipped from then on: all together cost one time-out.
+        A node that is silent, or stops answering, is skipped from then on, so all together cost one time-out.
         """
         save, shards_by_node = self._survey.found, dict[str, list[str]]()
         # `findings` leave out this node's agent, whose disk is read all the same.

@@ -1,4 +1,4 @@
-"""Sharing: the ranks of a load agree on what each of them fetches for the others of its node."""
+"""Sharing: the ranks of a load agree on the windows that each of them fetches for the others of its node."""
 
 import contextlib
 import logging
@@ -31,7 +31,8 @@ class RemoteNeeds:
 
 @dataclass(frozen=True)
 class NodeSharing:
-    """The windows that ranks of one node fetch for each other. All get the same, in `LoadPlan.storage_data`.
+    """The windows that ranks of one node fetch for each other. All these ranks get the same, in
+    `LoadPlan.storage_data`.
 
     `silent`: nodes that any rank of the load found silent while it read the metadata.
     """
@@ -42,7 +43,7 @@ class NodeSharing:
 
 
 def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
-    """The plans of all ranks, each with what its node shares, if anything, and with the nodes that are silent."""
+    """The plans of all ranks, each with the shared windows of its node, if any, and with the silent nodes."""
     ranks_by_node: dict[str, dict[int, RemoteNeeds]] = {}
     silent: frozenset[str] = frozenset()
     for rank, plan in enumerate(plans):

@@ -33,7 +33,7 @@ class MemoryTierShort(ReplicatedCkptError):
 
 
 class MemoryLimit:
-    """One writer's memory tier. `generations` lie there at the same time: those kept, and the one being written."""
+    """One writer's memory tier. `generations`: the checkpoints in it at the same time, the one being written included."""
 
     def __init__(self, store: LocalStore, generations: int) -> None:
         self._store, self._root, self._generations = store, store.root, generations
@@ -85,7 +85,7 @@ class MemoryLimit:
 
 
 def bytes_by_node(decision: SaveDecision, plans: Sequence[SavePlan]) -> Mapping[str, int]:
-    """Bytes that one save of these plans brings to each node: its own shards, and copies of others'. Empty: unknown."""
+    """Bytes that one save of these plans adds to each node: its own shards, and copies of others'. Empty: unknown."""
     sizes = [tensor_bytes(plan) for plan in plans]
     found = {node.node_id: 0 for node in decision.nodes}
     for rank, size in enumerate(sizes):

@@ -96,10 +96,11 @@ def _own_directory() -> Path:
 
 
 def measure_memory(root: Path) -> int:
-    """Bytes that the tier may have in all: what it takes now, and what its file system, the machine and cgroups leave.
+    """Bytes that the tier may have in all: its present size, and the free memory of its file system, the machine and
+    cgroups.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: they cannot be read.
     """
     return measure_used(root) + min(find_free_bytes(root), takeable_bytes())
 

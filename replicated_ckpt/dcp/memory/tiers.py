@@ -1,4 +1,4 @@
-"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves go to the disk, too."""
+"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves also go to the disk."""
 
 import contextlib
 import logging
@@ -29,10 +29,10 @@ _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_rete
 
 
 def is_of_tier(error: CheckpointException) -> bool:
-    """Whether a load may go on to another tier: the stored bytes failed, not the state or what the caller allows.
+    """Whether a load may continue with the other tier: stored bytes failed, not the state or the caller's limits.
 
-    Not where a rank is short of descriptors or memory: the tier's data may be intact, and newer. The same on all ranks,
-    as each has the errors of all.
+    False if a rank is short of descriptors or memory: the tier's data may be intact, and newer. The same on all ranks,
+    because each has the errors of all.
     """
     # Another class is the user's own error, as of a state that does not fit: another tier would not help.
     ours = [each for each, _ in error.failures.values() if isinstance(each, ReplicatedCkptError)]
@@ -63,7 +63,9 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, Any]:
-    """Every option that counts checkpoints counts those on the disk. 1 stays 1: some saves go to the disk out of turn."""
+    """Each option that counts checkpoints counts those on the disk. 1 stays 1, because some saves go to the disk out of
+    turn.
+    """
     given = {**options}
     if options.get("object_store") is not None:
         given["object_every"] = _count_saves(options.get("object_every", 1), disk_every)
@@ -80,7 +82,8 @@ def _count_saves(every: int, disk_every: int) -> int:
 
 
 class DiskSaveCount:
-    """Every `every`-th save goes to the disk, by its sequence; a save that did not get there makes the next one due.
+    """Every `every`-th save goes to the disk, by its sequence. If a save did not reach the disk, the next one goes
+    there.
 
     The cause does not matter: an error, or the end of all trainers between the two tiers.
     """
@@ -90,7 +93,7 @@ class DiskSaveCount:
         self._newest: dict[str, int] = {}
 
     def learn(self, on_disk: Histories) -> None:
-        """Takes over what the disks of the job hold when it begins to save."""
+        """Starts from the checkpoints on the job's disks when it begins to save."""
         self._newest = {lineage: history.sequence for lineage, history in on_disk.items()}
 
     def is_due(self, saved: Version) -> bool:
@@ -111,11 +114,12 @@ _LEFT = (
 def join_left_tier(
     group: Any, stores: Sequence[LocalStore], checkpoint_id: str, in_use: Path | None = None
 ) -> Sequence[Histories]:
-    """Makes this process's next save newer than everything in a memory tier that was used with the first of these stores.
+    """Makes this process's next save newer than everything in a memory tier that an earlier job used with the first of
+    these stores.
 
-    A job that uses that tier again then loads what was saved meanwhile, instead of the tier's older state. Called by all
-    ranks of the group, before the first save. Logs if the tier has something newer than the stores. Returns what each of
-    the stores holds, on all ranks' nodes.
+    A job that uses that tier again then loads the saves made meanwhile, instead of the tier's older state. Called by
+    all ranks of the group, before the first save. Logs if the tier has newer checkpoints than the stores. Returns what
+    each of the stores holds, on all ranks' nodes.
     """
     scope = scope_of(checkpoint_id)
     told = agree_on_all(

@@ -179,7 +179,7 @@ class _Builder(Values):
     def resolve_name(self, node: Named) -> torch.dtype:
         found = self.find(key_of(node))
         if not isinstance(found, torch.dtype):
-            raise PickleUnsafe(f"holds {_describe(node)} as a value, which is none")
+            raise PickleUnsafe(f"holds {_describe(node)} where a value belongs")
         return found
 
     def make(self, node: Made) -> Any:
@@ -193,7 +193,7 @@ class _Builder(Values):
         # A small pickle can expand to a huge value by repeating parts: work is bounded by its size.
         self._steps_left -= steps
         if self._steps_left < 0:
-            raise PickleUnsafe("repeats itself beyond measure, or has keys that would take too long to hash")
+            raise PickleUnsafe("repeats its parts beyond the limit, or has keys that would take too long to hash")
 
     def _anything(self, node: Any) -> Any:
         """The value of a node that nothing of ours relies on."""
@@ -344,13 +344,13 @@ class _Builder(Values):
     def _size_of(self, numbers: tuple[Any, ...]) -> torch.Size:
         """Bounds how many sizes hash alike, so that no dictionary of them gets slow."""
         if len(numbers) > DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
-            raise PickleUnsafe("has a size of what are no sizes")
+            raise PickleUnsafe("has a size that is not made of numbers")
         size = torch.Size(numbers)
         if self._size_by_hash.setdefault(hash(size), size) != size:
             # Small integers hash to themselves, so an attacker can choose tuples that collide.
             self._collisions += 1
             if self._collisions > COLLISIONS_MAX:
-                raise PickleUnsafe("has sizes that were chosen to hash alike")
+                raise PickleUnsafe("has too many sizes with equal hashes")
         return size
 
     def _properties(self, node: Any) -> Any:
@@ -377,7 +377,7 @@ class _Builder(Values):
 
 
 def _identity(node: Made) -> tuple[Any, ...]:
-    """Equal for instances made in the same way of the very same parts, as long as the tree lives."""
+    """Equal for instances made in the same way from the same parts, as long as the tree exists."""
     return node.is_new, *map(id, (node.called, node.arguments, node.contents, *node.state))
 
 

@@ -1,6 +1,19 @@
 """`.metadata` as columns, with names once and numbers as int64, which are read in place of its pickle.
 
-Parts that are less regular than a tensor's chunks stay a pickle, read as `.metadata` is. docs/format.md has the bytes.
+Objects, and tensors with a chunk that has no place or several, stay in a smaller pickle, the rest. Layout, little endian:
+
+    the pickle, then zeros up to a multiple of 8
+    8s   magic              b"RCKCOL1\\n"
+    u32  columns_crc        CRC32C of all bytes of the columns from the 16th on
+    u32  zero
+    u64  7 numbers          size and CRC32C of the pickle; bytes of the rest, and of the paths; T tensors, I items, and D
+                            dimensions of all items
+    the rest                a pickle of `.metadata` without the chunks and places that the columns have
+    the shards' paths       a JSON list, then zeros up to a multiple of 8
+    u64  T, T               for each tensor in the rest: number of its chunks in the columns, and of their dimensions
+    u64  I, I, I            for each item: index of its path; its offset and length in that shard
+    u64  D, D               for each item: offsets of its chunk, then sizes
+    u64, u64, 8s            the end: bytes of the pickle, bytes of the columns, magic b"RCKCOLS\\n"
 """
 
 import json
@@ -37,7 +50,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class ColumnsInvalid(ValueError):
-    """These bytes are no columns of that pickle. Nothing is lost: the pickle has the same contents."""
+    """These bytes are not the columns of that pickle. Nothing is lost: the pickle has the same contents."""
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
@@ -139,7 +152,7 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 def _check_hashes(offsets: Sequence[torch.Size]) -> None:
     """Bounds how many offsets hash alike, so that no dictionary of them gets slow. Called before one is made."""
     if max(Counter(map(hash, offsets)).values(), default=0) > COLLISIONS_MAX:
-        raise MetadataUnsafe("The .metadata has offsets that were chosen to hash alike.")
+        raise MetadataUnsafe("The .metadata has too many offsets that hash alike.")
 
 
 class _Located:
@@ -278,9 +291,9 @@ def _give_chunks(
     counts, shapes = parts[0].tolist(), parts[1].tolist()
     # The pickle and the columns are two parts of one file: each may claim other numbers.
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:
-        raise ColumnsInvalid("they do not have as many tensors or items as they say")
+        raise ColumnsInvalid("their count of tensors or items is wrong")
     if sum(count * shape for count, shape in zip(counts, shapes, strict=True)) != parts[5].size:
-        raise ColumnsInvalid("they do not have as many offsets as they say")
+        raise ColumnsInvalid("their count of offsets is wrong")
     made, at = {}, 0
     for (name, entry), count, shape in zip(tensors.items(), counts, shapes, strict=True):
         if not count:

@@ -81,10 +81,11 @@ Part = TypeVar("Part")
 
 
 def share_parts(metadata: Metadata) -> None:
-    """Makes equal names, sizes, properties and paths in `metadata` the same object; it stays equal to what it was.
+    """Makes equal names, sizes, properties and paths in `metadata` the same object. The metadata stays equal to the
+    original.
 
-    The plans and results that it was made from came from every rank, each with texts and sizes of its own: a tensor that
-    a thousand ranks hold has its name in the pickle a thousand times, and every load would read it as often.
+    Its plans and results came from every rank, each with its own texts and sizes. Without this, the pickle has the name
+    of a tensor once for each rank that holds it, and every load would read all of them.
     """
     shared: dict[object, Any] = {}
 

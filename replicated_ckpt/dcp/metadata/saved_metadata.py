@@ -1,4 +1,4 @@
-"""The result of `dcp.save`: metadata that lies on every node already, and does not travel to each rank."""
+"""The result of `dcp.save`: metadata that every node already has, so it is not sent to each rank."""
 
 import logging
 import struct
@@ -29,7 +29,7 @@ _WORD = 8
 
 
 def encode_metadata_file(metadata: Metadata) -> bytes:
-    """As `encode_metadata`; with columns behind it if it is large and regular enough."""
+    """As `encode_metadata`, followed by columns if the metadata is large and regular enough."""
     pickled = encode_metadata(metadata)
     planner_data = metadata.planner_data
     # Columns hold no foreign classes: what else a planner keeps is read from the pickle alone.
@@ -97,7 +97,9 @@ class SavedMetadata(Metadata):
         return super().__getattribute__(name)
 
     def _read(self) -> None:
-        """Reads the metadata. Two threads may call this at once: both read, and neither needs what the other removes."""
+        """Reads the metadata. If two threads call this at once, both read, and neither needs objects that the other
+        removes.
+        """
         save, store = vars(self).get("_save"), vars(self)["_store"]
         if save is not None:
             assert store is not None, "it has come to a rank"
@@ -122,11 +124,11 @@ class SavedMetadata(Metadata):
 def tell_metadata(
     broadcast: Callable[[Any], Any], own: object, store: LocalStore, reference: SavedMetadata | None
 ) -> object:
-    """Sends all ranks the save's outcome, by DCP's broadcast; returns the outcome on this rank, as DCP expects it.
+    """Sends all ranks the save's outcome, by DCP's broadcast. Returns the outcome on this rank, as DCP expects it.
 
     The coordinator passes a `reference` if every node has the metadata. The reference is then sent in place of the
-    metadata, unless the metadata has a class of a foreign planner, which other ranks may be unable to read. A caller may
-    change the result: no item's place in it is shared with the coordinator's cache for the next save.
+    metadata, unless the metadata has a class of a foreign planner, which other ranks may be unable to read. A caller
+    may change the result: it shares no item's place with the coordinator's cache for the next save.
     """
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)

@@ -41,10 +41,10 @@ class Values:
         self._known: dict[int, Any] = {}
 
     def find(self, key: Key) -> Any:
-        """The object that a name stands for here.
+        """The object that a name means in this process.
 
         Raises:
-            UnknownName: none.
+            UnknownName: the name is not allowed.
         """
         raise UnknownName(key)
 
@@ -55,7 +55,7 @@ class Values:
         """The value of a node.
 
         Raises:
-            PickleUnsafe: there is none, or a name in it is unknown.
+            PickleUnsafe: the node has no value, or a name in it is unknown.
         """
         make = _MAKE.get(type(node))
         if make is None:
@@ -135,7 +135,7 @@ class Values:
             for key in keys:
                 hash(key)
         except TypeError as exc:
-            raise PickleUnsafe(f"has a key that is none: {exc}") from exc
+            raise PickleUnsafe(f"has an invalid key in a dictionary or set: {exc}") from exc
         # Before a dictionary is filled: keys that hash alike make that quadratic.
         self.check_keys(keys)
         return keys
@@ -155,7 +155,7 @@ _MAKE: dict[type, Callable[[Values, Any], Any]] = {
 
 
 def key_of(node: Named) -> Key:
-    """Module and name as they are called now: picklers of protocol 2 write the names of Python 2."""
+    """Module and name in their present form: picklers of protocol 2 write the names of Python 2."""
     key = (node.module, node.name)
     module, name = NAME_MAPPING.get(key, key)
     return IMPORT_MAPPING.get(module, module), name

@@ -1,7 +1,7 @@
-"""Objects in shards: made without running code that they choose, and saved again for the planner, which unpickles them.
+"""Objects in shards. They are made without running their code, and pickled again for the planner, which unpickles them.
 
-They may name what `torch.load(weights_only=True)` lets pickles name, what `torch.serialization.add_safe_globals` added to
-that, and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
+They may name what `torch.load(weights_only=True)` allows in pickles, what `torch.serialization.add_safe_globals` added,
+and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
 """
 
 import io
@@ -78,7 +78,7 @@ def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
     """The pickle in a container.
 
     Raises:
-        ArchiveDamaged: there is none, or one of elements in another order of bytes.
+        ArchiveDamaged: the container has no pickle, or its elements have another byte order.
     """
     record, order = records.get("data.pkl"), records.get("byteorder")
     if record is None:
@@ -163,7 +163,7 @@ class ObjectValues(Values):
         elif not arguments or (len(arguments) == 1 and type(arguments[0]) is bytes):
             data = b"".join(arguments)
         else:
-            raise PickleUnsafe("holds bytes that are none")
+            raise PickleUnsafe("holds bytes in an invalid form")
         return bytearray(data) if key == _BYTEARRAY else data
 
     def _sparse(self, node: Made) -> torch.Tensor:
@@ -177,7 +177,7 @@ class ObjectValues(Values):
                 )
             return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True, device="cpu")
         except (RuntimeError, TypeError, ValueError, IndexError) as exc:
-            raise PickleUnsafe(f"holds a sparse tensor that is none: {exc}") from exc
+            raise PickleUnsafe(f"holds an invalid sparse tensor: {exc}") from exc
 
 
 def _check_call(node: Made, key: Key) -> None:
@@ -190,7 +190,7 @@ def _check_call(node: Made, key: Key) -> None:
     if key == _OF_TYPE:
         rebuild = node.arguments[0] if node.arguments else None
         if type(rebuild) is not Named or not rebuild.path.startswith(_REBUILDS):
-            raise PickleUnsafe(f"has {path} call what rebuilds no tensor")
+            raise PickleUnsafe(f"lets {path} call a function that rebuilds no tensor")
 
 
 _MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
@@ -208,11 +208,7 @@ Of = Callable[[Any], Any]
 
 
 def numpy_value(node: Made, key: Key, of: Of) -> Any:
-    """The value of a call of one of KEYS; `of` makes those of its parts.
-
-    Raises:
-        PickleUnsafe: it is an array of objects or records, or none at all.
-    """
+    """The value of a call of one of KEYS; `of` makes the values of its arguments."""
     try:
         if key in _ARRAYS:
             return _array(node, of)
@@ -221,14 +217,14 @@ def numpy_value(node: Made, key: Key, of: Of) -> Any:
         raise
     # A forged type or shape fails in numpy, in any of these ways.
     except (ValueError, TypeError, OverflowError, LookupError, AttributeError) as exc:
-        raise PickleUnsafe(f"holds a value of numpy that is none: {exc}") from exc
+        raise PickleUnsafe(f"holds an invalid numpy value: {exc}") from exc
 
 
 def _array(node: Made, of: Of) -> Any:
     kind = node.arguments[0] if node.arguments else None
     # A subclass could run code of its own.
     if type(kind) is not Named or (kind.module, kind.name) != _NDARRAY or type(node.state) is not tuple:
-        raise PickleUnsafe("holds an array of a class of its own")
+        raise PickleUnsafe("holds an array of a subclass of numpy.ndarray")
     _, shape, described, is_fortran, data = node.state
     dtype, raw = _dtype(described, of), of(data)
     if type(raw) is not bytes:

@@ -1,1 +1,1 @@
-"""Plans that travel once or not at all: those of saves, cached from one to the next, and those of loads."""
+"""Plans that are sent once or not at all: plans of saves, cached from one save to the next, and plans of loads."""

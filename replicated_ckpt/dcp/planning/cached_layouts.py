@@ -1,4 +1,6 @@
-"""The layout of a save, cached for the next: a rank whose shard has the same one sends a digest, not its results."""
+"""The layout of a save, cached for the next one. A rank whose shard has the same layout sends a digest, not its
+results.
+"""
 
 import copy
 import hashlib
@@ -152,9 +154,10 @@ def _find_results(save_id: str, digest: str) -> list[WriteResult]:
 class CachedLayouts:
     """One writer's cache from save to save.
 
-    Each rank keeps digests of its results, and the coordinator keeps the layout that belongs to them. A cached layout is
-    used only after a comparison. The coordinator tells the ranks which save it has cached, and each rank compares its new
-    results with its digest of that save. The coordinator then compares the digests of all ranks, and the new metadata.
+    Each rank keeps digests of its results, and the coordinator keeps the layout that belongs to them. A cached layout
+    is used only after a comparison. The decision names the save that the coordinator has cached, and each rank compares
+    its new results with its digest of that save. The coordinator then compares the digests of all ranks, and the new
+    metadata.
     """
 
     def __init__(self) -> None:
@@ -167,7 +170,9 @@ class CachedLayouts:
         return "" if self._kept is None else self._kept.save_id
 
     def refer(self, results: list[WriteResult], save_id: str, known: str) -> ShardResults:
-        """This rank's results of a save, as they go to the coordinator, whose cache has those of the save `known`."""
+        """This rank's results of a save, in the form that is sent to the coordinator, whose cache has those of the save
+        `known`.
+        """
         digest = _digest_of(results)
         is_same = self._digest_by_save.get(known) == digest
         # Two saves at most: this one may still fail, and the coordinator then refers to the one before.

@@ -1,4 +1,4 @@
-"""Plans that do not travel, as their receivers have them from the save or load before; and the error if one has not."""
+"""Plans that are not sent, because the receiver has them from the last save or load. And the error if it does not."""
 
 import json
 import math
@@ -13,7 +13,9 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 
 class PlansUnknown(ReplicatedCkptError):
-    """A rank did not send its unchanged save plan, but the coordinator lacks the earlier one. Nothing was saved."""
+    """A rank did not send its unchanged save plan, but the coordinator does not have the earlier one. Nothing was
+    saved.
+    """
 
     default_hint = (
         "Save again: DCP then plans anew. On every rank, pass one CachedSavePlanner to all saves. Or pass no planner on "
@@ -22,7 +24,7 @@ class PlansUnknown(ReplicatedCkptError):
 
 
 class CachedWriteItems(list[WriteItem]):
-    """The items of a plan that did not travel. A planner without this cache would otherwise plan a rank without items."""
+    """The items of a plan that was not sent. It prevents that a planner without this cache plans a rank without items."""
 
     def __iter__(self) -> Iterator[WriteItem]:
         raise PlansUnknown(
@@ -36,7 +38,7 @@ class CachedWriteItems(list[WriteItem]):
 
 @dataclass(frozen=True)
 class Place:
-    """The last role of a plan: in which global plan, and for which rank."""
+    """The last use of a plan: its global plan, and its rank in it."""
 
     generation: str
     rank: int
@@ -44,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class CachedSavePlan(SavePlan):
-    """Stands for a plan that the receiver has from the save before."""
+    """Stands for a plan that the receiver has from the previous save."""
 
     was: Place | None = None
     now: Place | None = None
@@ -57,7 +59,7 @@ class CachedSavePlan(SavePlan):
 
 
 def find_whole(plan: SavePlan) -> SavePlan:
-    """The plan itself or, on the rank that made a cached one, the plan that it stands for."""
+    """The plan itself. For a cached plan, on the rank that made it, the plan that it stands for."""
     return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
 
 
@@ -89,19 +91,19 @@ class CachedLoadPlan(LoadPlan):
 
 
 def hold(plan: LoadPlan) -> LoadPlan:
-    """The plan that travels in place of `plan`: everything except the items, and the names in these."""
+    """The plan that is sent in place of `plan`: everything except the items, and the names in these."""
     names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
     kept: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(LoadPlan)}
     return CachedLoadPlan(**{**kept, "items": CachedReadItems(), "asked": zlib.compress(names.encode(), 1)})
 
 
 def hand_back(plan: LoadPlan) -> LoadPlan:
-    """The plan that travels back to its rank, which has its own names."""
+    """The plan that is sent back to its rank, which has its own names."""
     return replace(plan, asked=b"") if isinstance(plan, CachedLoadPlan) else plan
 
 
 def names_asked(plans: Sequence[LoadPlan]) -> set[str]:
-    """The names in all of these plans, whether the items travelled or not."""
+    """The names in all of these plans, whether or not the items were sent."""
     names = {item.storage_index.fqn for plan in plans if not isinstance(plan, CachedLoadPlan) for item in plan.items}
     for packed in {plan.asked for plan in plans if isinstance(plan, CachedLoadPlan)}:  # many ranks ask for the same
         names.update(json.loads(zlib.decompress(packed)))

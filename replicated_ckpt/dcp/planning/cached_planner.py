@@ -1,4 +1,6 @@
-"""A save planner whose plans travel once: parts that did not change since the save before are not sent or planned again."""
+"""A save planner whose plans are sent once. Parts that have not changed since the last save are not sent or planned
+again.
+"""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -87,7 +89,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         cls._keeps_plans = all(getattr(cls, name) is getattr(CachedSavePlanner, name) for name in planning)
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's part, or a reference to the same plan of the save before."""
+        """This rank's part, or a reference to the same plan of the previous save."""
         if not self._keeps_plans:
             return super().create_local_plan()
         plan, basis = self._plan_locally()
@@ -99,7 +101,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         return CachedSavePlan(CachedWriteItems(), was=self._place, whole=self._local)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Coordinator: for each rank its final plan, or a reference to the one that this rank has."""
+        """Coordinator: for each rank its final plan, or a reference to the final plan that the rank already has."""
         known = self._known
         local = tuple(self._find_whole(rank, plan) for rank, plan in enumerate(all_plans))
         are_kept = [isinstance(plan, CachedSavePlan) for plan in all_plans]
@@ -135,9 +137,10 @@ class CachedSavePlanner(DefaultSavePlanner):
         return self._final
 
     def forget_state(self) -> None:
-        """Drops the state, to which DCP leaves a reference here until the next save: its copy would stay in memory so long.
+        """Drops the state. DCP leaves a reference to it here until the next save, so a copied state would stay in
+        memory.
 
-        Called by ReplicatedWriter, once this rank's part is written, or its write has failed.
+        ReplicatedWriter calls this once this rank's part is written, or its write has failed.
         """
         self.state_dict = {}
 
@@ -172,14 +175,14 @@ class CachedSavePlanner(DefaultSavePlanner):
 
 
 def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
-    """`plan` as it goes to its rank; `asked`: this rank's own message, if it has the plan."""
+    """The form in which `plan` is sent to its rank. `asked`: this rank's own message, if it has the plan."""
     if isinstance(asked, CachedSavePlan):
         return CachedSavePlan(CachedWriteItems(), was=asked.was, now=place, whole=plan)
     return replace(plan, planner_data=_Placed(place, plan.planner_data))
 
 
 def _to_give_out(metadata: Metadata) -> Metadata:
-    """A copy, so that changes by one save do not reach the next. The entries themselves are shared."""
+    """A copy, so that changes during one save do not reach the next. The entries themselves are shared."""
     described, data = dict(metadata.state_dict_metadata), copy(metadata.planner_data)
     return replace(metadata, state_dict_metadata=described, planner_data=data)
 
@@ -189,7 +192,9 @@ def _are_same(one: SavePlan, other: SavePlan) -> bool:
 
 
 def basis_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Basis | None:
-    """For a flat state dict. Equal ones give equal plans; None: some value may plan itself."""
+    """Everything on which DCP's plan of a flat state dict depends. Equal results give equal plans. None: some value may
+    plan itself.
+    """
     values = tuple(_basis_of_value(value) for value in state_dict.values())
     return None if None in values else ((is_coordinator, torch.is_grad_enabled()), tuple(state_dict), values)
 

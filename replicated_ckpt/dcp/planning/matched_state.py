@@ -31,7 +31,7 @@ class MatchedState(dict[Any, Any]):
 
 
 class StateOf(dict[Any, Any]):
-    """Asks for a checkpoint's state of a parameter for which this process's optimizer has none, as it is frozen."""
+    """Asks for a checkpoint's state of a parameter for which this process's optimizer has none, because it is frozen."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
@@ -56,12 +56,10 @@ class SavedNames:
 class OptimizerMatch:
     """Matches the optimizers of a state dict with the names in a checkpoint. Everything else stays as it is.
 
-    An optimizer is a dictionary with `state` and a list `param_groups`, at any level, as of `get_optimizer_state_dict`.
-    A parameter without any state in the checkpoint is asked for none. For another one, the load asks for everything that
-    the state dict or the checkpoint has: some optimizers make a part of their state after some steps only.
-
-    Raises:
-        ConfigInvalid: an optimizer in the checkpoint has more parameter groups.
+    An optimizer is a dictionary with `state` and a list `param_groups`, at any level, as from
+    `get_optimizer_state_dict`. For a parameter without any state in the checkpoint, the load asks for nothing. For any
+    other parameter, it asks for everything that the state dict or the checkpoint has, because some optimizers make a
+    part of their state only after some steps.
     """
 
     def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, STORAGE_TYPES]) -> None:

@@ -25,7 +25,7 @@ from replicated_ckpt.wording import one_line
 
 
 class SavedElsewhere(tuple[int, ...]):
-    """Takes the place of a rank's own item that was not saved. It has the world sizes of the items that were saved."""
+    """Takes the place of a rank's own item that was not saved. It has the world sizes for which such items were saved."""
 
     __slots__ = ()
 
@@ -35,11 +35,11 @@ class RankStatePlanner(DefaultLoadPlanner):
 
     A RankState that another number of ranks saved is loaded by its own rule, `on_other_world`.
 
-    An optimizer state from `get_optimizer_state_dict` is loaded as it was saved. A parameter that had no state, because it
-    had no gradient yet, gets an empty one. State that a new optimizer does not ask for is loaded, too.
+    An optimizer state from `get_optimizer_state_dict` is loaded as it was saved. A parameter that had no state, because
+    it had no gradient yet, gets an empty state. State that a new optimizer does not ask for is loaded, too.
 
-    Both may lie at any level of the state dict. CheckpointManager uses this planner. Pass it to `dcp.load` as `planner=`.
-    Arguments as of DefaultLoadPlanner.
+    Both may lie at any level of the state dict. CheckpointManager uses this planner. Pass it to `dcp.load` as
+    `planner=`. Arguments are those of DefaultLoadPlanner.
     """
 
     def set_up_planner(
@@ -62,7 +62,7 @@ class RankStatePlanner(DefaultLoadPlanner):
         """As DefaultLoadPlanner.
 
         Raises:
-            ConfigInvalid: a parameter has no optimizer state, as the optimizer that was saved did not have the parameter.
+            ConfigInvalid: a parameter has no optimizer state, because the saved optimizer did not have the parameter.
         """
         super().load_bytes(read_item, value)
         path = self.mappings.get(read_item.dest_index.fqn, ())
@@ -120,7 +120,9 @@ def restore_random(states: dict[str, Any]) -> None:
     # A forged state fails in the generators' own code in any of these ways.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as exc:
         detail = f"they are not states of generators: {type(exc).__name__}: {exc}"
-        raise ObjectCorrupt("this checkpoint", "load", "the random states of this rank", one_line(detail, 300)) from exc
+        raise ObjectCorrupt(
+            "this checkpoint", "load the random states of this rank from", "", one_line(detail, 300)
+        ) from exc
 
 
 def _check_positions(state: dict[str, Any]) -> None:
@@ -141,13 +143,13 @@ def name_rank_item(rank: int, world: int) -> str:
 
 
 def find_world(name: str) -> int | None:
-    """The number of ranks of the job that saved this item; None: it is not of a rank."""
+    """The number of ranks of the job that saved this item; None if it is not an item of one rank."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def worlds_under(prefix: str, names: Iterable[str]) -> tuple[int, ...]:
-    """The world sizes of which there are items under a prefix."""
+    """The world sizes for which items exist under a prefix."""
     found = {find_world(name) for name in names if name.startswith(f"{prefix}.") and "." not in name[len(prefix) + 1 :]}
     return tuple(sorted(world for world in found if world is not None))
 
@@ -165,7 +167,7 @@ def unpack(raw: bytes, name: str, *, trust_pickles: bool = False) -> Any:
     """The value from `pack`. With `trust_pickles` its pickle may run code.
 
     Raises:
-        ObjectUnsafe: it names a class that nothing allows.
+        ObjectUnsafe: it names a class that is not allowed.
     """
     if trust_pickles:
         return torch.load(io.BytesIO(raw), weights_only=False)
@@ -187,7 +189,7 @@ class WorldSizeChanged(ReplicatedCkptError):
 
     def __init__(self, saved: Sequence[int], now: int) -> None:
         by = " or ".join(str(world) for world in saved)
-        had = f"The checkpoint has the own state of each of {by} ranks" if by else "The checkpoint has no RankState"
+        had = f"The checkpoint has a RankState of each of {by} ranks" if by else "The checkpoint has no RankState"
         super().__init__(f"{had}, and {now} {'rank loads' if now == 1 else 'ranks load'} it.")
         self.args = (tuple(saved), now)
         self.saved = tuple(saved)
@@ -200,16 +202,19 @@ class RankState(Stateful):
         state = {"app": app, "rank": RankState(data=StatefulDataLoader(...))}
         manager.save(step, state)
 
-    If as many ranks load as saved, each rank gets the state of the rank with its number. All is set at the end of the load.
-    Code that draws random numbers between the load and the next step must also run in a job that was not interrupted.
+    If as many ranks load as saved, each rank gets the state of the rank with its number. Everything is set at the end
+    of the load. Code that draws random numbers between the load and the next step must also run in a job that was not
+    interrupted.
 
     Args:
         on_other_world: if another number of ranks loads it. "raise": WorldSizeChanged, after tensors and entries before
-            it in the state dict are loaded. "keep": generators and parts stay as they are, and rank 0 warns once per load.
-        trust_pickles: a part's state may name any class. Anyone who can write the checkpoint can run code here.
+            it in the state dict are loaded. "keep": generators and parts stay as they are, and rank 0 warns once per
+            load.
+        trust_pickles: a part's state may name any class. Anyone who can write the checkpoint can then run code here.
         parts: by name, the objects that each rank saves for itself, such as data loaders or samplers.
 
-    With `dcp.load` pass `planner=RankStatePlanner()`. Without it, DCP itself raises for another number of ranks.
+    With `dcp.load` pass `planner=RankStatePlanner()`. Without it, DCP itself raises an error for another number of
+    ranks.
     """
 
     def __init__(
@@ -243,8 +248,9 @@ class RankState(Stateful):
 
         Raises:
             WorldSizeChanged: another number of ranks saved it, and on_other_world is "raise".
-            ObjectUnsafe: a part's state names a class that nothing allows. ConfigInvalid: the parts are other ones.
-            ObjectCorrupt: no RankState wrote it, or a generator does not take its state.
+            ObjectUnsafe: a part's state names a class that is not allowed. ConfigInvalid: the saved parts have other
+                names.
+            ObjectCorrupt: no RankState wrote it, or a generator refuses its state.
         """
         name = _own_name()
         item = state_dict.get(name)
@@ -295,14 +301,18 @@ _OWN, _FIRST = "rank", "first"
 
 
 def entries_of(value: Any) -> dict[str, Any]:
-    """What this rank passes to `dcp.save` for `value`: it under this rank's name; on rank 0 also under `first`."""
+    """The entries that this rank passes to `dcp.save` for `value`: one under this rank's name, on rank 0 also one under
+    `first`.
+    """
     rank, world = rank_and_world()
     packed = pack(value, name_rank_item(rank, world))
     return {_OWN: {name_rank_item(rank, world): packed}, **({_FIRST: packed} if rank == 0 else {})}
 
 
 def find_own(names: Iterable[str]) -> frozenset[str]:
-    """The names among these of what this rank alone has: a RankState's, and rank 0's value that `entries_of` adds."""
+    """Those of these names that only this rank has: the names of a RankState, and of rank 0's value that `entries_of`
+    adds.
+    """
     names = frozenset(names)
     own = {name for name in names if find_world(name) is not None}
     holders = (name.rpartition(".")[0] for name in own)
@@ -310,7 +320,7 @@ def find_own(names: Iterable[str]) -> frozenset[str]:
 
 
 def wanted_entries() -> dict[str, Any]:
-    """The entries for a value that `dcp.load` with a RankStatePlanner gets."""
+    """The entries for a value that `dcp.load` fills with a RankStatePlanner."""
     return {_OWN: {name_rank_item(*rank_and_world()): b""}, _FIRST: b""}
 
 
@@ -318,7 +328,7 @@ def values_in(state: Mapping[str, Any], *, trust_pickles: bool) -> tuple[Any, An
     """This rank's value after a load, and rank 0's. The first is None if another number of ranks saved it.
 
     Raises:
-        ObjectUnsafe: one names a class that nothing allows.
+        ObjectUnsafe: a value names a class that is not allowed.
     """
     name = name_rank_item(*rank_and_world())
     own = state[_OWN][name]

@@ -15,16 +15,16 @@ _ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
 
 
 class ReplayedLoader(Stateful):
-    """Any loader, with `state_dict` and `load_state_dict`. All other attributes are the loader's own.
+    """Wraps any loader, and adds `state_dict` and `load_state_dict`. All other attributes are the loader's own.
 
-    After a load, the next iteration yields the batches that the saved iteration would have yielded next. A loader with a
-    `state_dict` of its own (torchdata's) continues by that state. For any other loader, ReplayedLoader sets the random
-    states from the begin of the epoch, and reads again the batches that were yielded before the save. Afterwards the
-    process's generators have their states from before. If the saved epoch was over, the next iteration is a new epoch.
+    After a load, the next iteration yields the batches that the saved iteration would have yielded next. A loader with
+    its own `state_dict` (torchdata's) continues by that state. For any other loader, ReplayedLoader sets the random
+    states of the epoch's start, and reads again the batches that were yielded before the save. Afterwards it sets the
+    process's generators back. If the saved epoch had ended, the next iteration is a new epoch.
 
-    One iteration at a time. Call a sampler's `set_epoch` before you ask for the next batch. After a load, a warning names
-    the epochs if the sampler's epoch differs from the saved one. Loaders of Lightning's Fabric call `set_epoch` themselves,
-    and continue with the saved epoch.
+    One iteration at a time. Call a sampler's `set_epoch` before you ask for the next batch. After a load, a warning
+    names the epochs if the sampler's epoch differs from the saved one. Loaders of Lightning's Fabric call `set_epoch`
+    themselves, and continue with the saved epoch.
     """
 
     asks_for_more = True
@@ -47,7 +47,7 @@ class ReplayedLoader(Stateful):
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError, as of the loader, if it has no length
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches. After a load the loader is asked for its iterator with the first batch, otherwise now."""
+        """Batches. Asks the loader for its iterator now, or after a load with the first batch."""
         return self._yield_from(self._begin()) if self._loaded is None else self._go_on()
 
     def has_own_state(self) -> bool:
@@ -59,7 +59,7 @@ class ReplayedLoader(Stateful):
         iter(getattr(self.loader, _PLAIN, self.loader))
 
     def count_read_ahead(self) -> int:
-        """Batches that were yielded and not used yet."""
+        """The number of batches that were yielded, but not used yet."""
         return 0
 
     def is_epoch_over(self) -> bool:
@@ -72,7 +72,7 @@ class ReplayedLoader(Stateful):
             return self._is_exhausted
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of batches read, and the random states at the begin of the epoch."""
+        """The number of batches read, and the random states at the start of the epoch."""
         if self._loaded is not None:  # no batch was asked for since the load
             return self._loaded
         # A loop that prefetches has taken batches that training has not used: they must come again.
@@ -140,7 +140,9 @@ class ReplayedLoader(Stateful):
                 pass
 
     def _next_epoch(self, now: dict[str, Any]) -> Iterator[Any]:
-        """For a loader whose own state is at the end of an epoch: some yield the rest of it, which is nothing."""
+        """For a loader whose own state is at the end of an epoch: some loaders then first yield the rest of it, which
+        is empty.
+        """
         batches = self._begin()
         for first in batches:
             return chain([first], batches)
@@ -152,7 +154,7 @@ class ReplayedLoader(Stateful):
         return iter(self.loader)
 
     def _replay(self) -> Iterator[Any]:
-        """The epoch's iterator, behind the batches that were yielded."""
+        """The epoch's iterator, moved past the batches that were yielded."""
         self._return_to(self._start)
         restore_random(self._start["asked"])
         self._set_own(self._start["generators"])

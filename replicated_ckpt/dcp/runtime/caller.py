@@ -31,7 +31,9 @@ def find_line() -> Line | None:
 
 
 def warn(message: str, otherwise: Line | None = None) -> None:
-    """Warns at the user's line; where the stack has none, at `otherwise`: where the writer or reader was made, say."""
+    """Warns at the user's line. If the stack has none, at `otherwise`, such as the line where the writer or reader was
+    made.
+    """
     # A checkpoint's name may have control characters of a hostile writer, which a terminal would interpret.
     line, message = find_line() or otherwise, escape_controls(message)
     if line is None:
@@ -48,9 +50,9 @@ _HANDS_ON = "replicated_ckpt.dcp.preemption"
 
 
 def is_interrupting() -> bool:
-    """Whether the user's line interrupts code of this room, as in a signal handler; a callback of it does not.
+    """Whether the user's line interrupts code of this room, as a signal handler does. A callback does not interrupt it.
 
-    The code below it on the stack may hold what the call would wait for.
+    The code below it on the stack may hold a lock that the call would wait for.
     """
     is_users = False
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it

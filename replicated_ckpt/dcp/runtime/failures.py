@@ -17,7 +17,9 @@ _RANKS_SHOWN_MAX = 3
 
 
 def describe_failure(error: BaseException) -> str:
-    """The error; for DCP's, the error of each rank, with those first that are no echo of another's."""
+    """A description of the error. For DCP's error, it has the error of each rank; those that only repeat another rank's
+    come last.
+    """
     if not isinstance(error, CheckpointException) or isinstance(error, ReplicatedCkptError):
         return _describe(error)
     failures = [(isinstance(each, SaveAborted), rank, each) for rank, (each, _) in error.failures.items()]
@@ -34,7 +36,7 @@ def _describe(error: BaseException) -> str:
 
 
 def as_checkpoint_exception(error: ReplicatedCkptError, rank: int) -> ReplicatedCkptError:
-    """The error, which `except CheckpointException` catches too; its `failures` has it under this rank."""
+    """The error, made so that `except CheckpointException` catches it, too. Its `failures` has it under this rank."""
     # An error passes several hooks on its way out; the first has wrapped it.
     if isinstance(error, CheckpointException):
         return error

@@ -74,7 +74,7 @@ def put_off() -> Iterator[None]:
 
 
 def _end_late() -> None:
-    """The watcher: ends each pause that has lasted for too long, until there is none."""
+    """The watcher thread: ends each pause that has lasted for too long, until there is no pause."""
     global _watcher  # noqa: PLW0603 - as above
     while True:
         with _lock:

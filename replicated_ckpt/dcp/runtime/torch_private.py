@@ -238,7 +238,9 @@ def flatten(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple
 
 @cache
 def flattening_holds_tensors() -> bool:
-    """Whether what a planner of DCP flattens stays until Python's cyclic collector comes: on 2.7 and 2.8, not on 2.15."""
+    """Whether tensors that DCP's planner has flattened stay until Python's cyclic collector runs: on 2.7 and 2.8, not
+    on 2.15.
+    """
     tensor = torch.empty(0)
     held = weakref.ref(tensor)
     flatten({"nested": [tensor]})

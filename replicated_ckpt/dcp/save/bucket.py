@@ -1,4 +1,6 @@
-"""The object tier of a writer: it names the bucket to this node's agent, which uploads, and asks that for the state."""
+"""The object tier of a writer. It names the bucket to this node's agent, which uploads, and asks the agent for the
+state.
+"""
 
 import logging
 import threading
@@ -39,7 +41,7 @@ _GONE = "this node no longer has it: it was aborted, replaced or removed."
 
 
 def check_timeout(timeout_s: object) -> float:
-    """The seconds, at most as many as a lock can wait. Raises ConfigInvalid: they are no number."""
+    """The seconds, at most as many as a lock can wait. Raises ConfigInvalid: this is not a number."""
     if not isinstance(timeout_s, Real) or isnan(timeout_s):
         raise ConfigInvalid(f"timeout_s must be a number of seconds, not {timeout_s!r}.")
     return min(float(timeout_s), threading.TIMEOUT_MAX)
@@ -62,7 +64,7 @@ class ObjectTier:
     """One writer's bucket. Used by one thread at a time, except `wait_for_upload`, which may run during a save."""
 
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
-        """Raises ConfigInvalid: the bucket is a directory, and the store lies in the bucket or the bucket in the store."""
+        """Raises ConfigInvalid: the bucket is a directory that contains the store, or lies in the store."""
         if target is not None:
             # Uploads would go into the store itself, and be taken for checkpoints of it.
             target.check_is_apart(store.root)
@@ -77,12 +79,12 @@ class ObjectTier:
         return self._target is not None and sequence % self._every == 0
 
     def submit(self, world_size: int = 1) -> list[str]:
-        """Tells this node's agent which bucket to use, and starts the agent if none runs. Cheap.
+        """Names the bucket to this node's agent, and starts the agent if none runs. Cheap.
 
         Returns descriptions of problems; empty if there are none.
 
         Raises:
-            ConfigInvalid: the bucket is this process's memory, and there are other ranks.
+            ConfigInvalid: the bucket is in this process's memory, and there are other ranks.
         """
         if self._target is None:
             return []
@@ -137,7 +139,9 @@ class ObjectTier:
             log.warning("uploads wait: %s", problem)
 
     def _bring_here(self) -> None:
-        """Uploads in this process: an agent would put it into its own memory, which no other process sees."""
+        """Uploads in this process: an agent would put the objects into its own memory, where no other process sees
+        them.
+        """
         assert self._target is not None
         stopping = threading.Event()
         service = NodeService(self._store)
@@ -146,13 +150,13 @@ class ObjectTier:
         Uploader(service, book, Pace(1e15, stopping), SilenceTimeouts(), stopping, lambda *_: None).round()
 
     def wait_for_upload(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
-        """Waits until every save that was expected is committed in the bucket, or can no longer come there.
+        """Waits until every expected save is committed in the bucket, or can no longer be committed there.
 
-        Returns the checkpoint ids of those that are committed there.
+        Returns the checkpoint ids of the committed ones.
 
         Raises:
-            UploadFailed: one is not, and trying longer does not help, or the time is over. The next wait tries again.
-            With `is_last_wanted` also if the last one can no longer come there.
+            UploadFailed: one is not committed, and waiting longer does not help, or the time is over. The next wait
+                tries again. With `is_last_wanted` also if the last save can no longer be committed there.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -173,7 +177,7 @@ class ObjectTier:
         return tuple(arrived)
 
     def _wait_for(self, save_id: str, checkpoint_id: str, deadline: float) -> str:
-        """Returns why a save can no longer come to the bucket, or "" once it is there. Raises UploadFailed."""
+        """Returns why a save can no longer be committed in the bucket, or "" once it is. Raises UploadFailed."""
         assert self._target is not None
         if self._target.is_process_local:
             return ""

@@ -1,4 +1,4 @@
-"""The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
+"""The coordinator's last steps of a save: check that every shard is written, decide durably, have every node publish."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,24 +58,28 @@ def commit_save(
     helpers_by_shard: Mapping[str, Sequence[HelperCopy]] | None = None,
     exclude: Callable[[Sequence[tuple[str, str]]], object] = lambda _: None,
 ) -> tuple[list[str], Sequence[Receipt]]:
-    """Ends a save whose shards are all written, or submitted to agents, which this node's agent then waits for.
+    """Ends a save whose shards are all written, or submitted to agents. This node's agent then waits for the submitted
+    ones.
 
-    Returns in words what is weaker than wanted, and the receipts, with what agents wrote. The manifest keeps `notes`.
-    `exclude` is called with the copies of `helpers_by_shard` that do not count (`Finished.differing`), also if this raises.
-    Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
-    `start_agent` starts this node's agent again, if it has died. `find_divergences` is asked once all items have their
-    places, and may raise; what it returns is kept in the manifest.
-    Afterwards it is committed on every node that the result does not name. If this raises before the
-    decision, the save is aborted everywhere; once the decision may be durable it is never aborted.
+    Returns descriptions of what is weaker than wanted, and the receipts, completed by the agents' results. `notes` are
+    stored in the manifest. `exclude` is called with the copies of `helpers_by_shard` that do not count
+    (`Finished.differing`), also if this raises. `layouts`: if the layout equals that of the previous save, `.metadata`
+    is the same, and is neither made nor sent again. `start_agent` starts this node's agent again if it has died.
+    `find_divergences` is called once all items have their places. It may raise; its result is stored in the manifest.
+
+    Afterwards the save is committed on every node that the result does not name. If this raises before the decision,
+    the save is aborted everywhere. Once the decision may be durable, the save is never aborted.
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
-        ReplicasDiverged: by `find_divergences`.
-        ConfigInvalid: the notes cannot be kept.
-        CheckpointExists: another save of this id was faster, and this one is to replace none.
-        AckNotReached: the decision is durable here, but no holder of some shard has published it; or, with
-        `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
-        StoreError: the decision could not be made durable. StoreUnavailable: nor is it known how far this node's agent got.
+        ReplicasDiverged: from `find_divergences`.
+        ConfigInvalid: the notes cannot be stored.
+        CheckpointExists: another save of this id was faster, and this one may not replace it.
+        AckNotReached: the decision is durable here, but no holder of some shard has published it. Or, if `on_degraded`
+            is "raise", fewer holders have published a shard than acknowledged it. The save will be completed all the
+            same.
+        StoreError: the decision could not be made durable. StoreUnavailable: it is unknown how far this node's agent
+            got.
     """
     layouts, parts = layouts or CachedLayouts(), parts or Parts()
     with _abort_on_error(cluster, decision.save_id):
@@ -113,7 +117,9 @@ def commit_save(
 def _abort_on_error(
     cluster: Cluster, save_id: str, may_be_decided: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Has every node abort the save if the block raises, unless its decision may lie here: that is never taken back."""
+    """If the block raises, has every node abort the save, unless its decision may be durable: a decision is never taken
+    back.
+    """
     try:
         yield
     except AgentSilent:
@@ -127,8 +133,8 @@ def _abort_on_error(
 def _may_be_decided(store: LocalStore, save_id: str) -> bool:
     """Whether the decision, or the published version, lies here, or this node's disk cannot be read.
 
-    The error may have come after the manifest had its name, as an interrupt or a failed fsync. From then on each agent
-    that asks has the save published.
+    The error may have come after the manifest got its name, for example from an interrupt or a failed fsync. From then
+    on, each agent that asks about the save publishes it.
     """
     try:
         return store.is_decided(save_id) or store.catalog.checkpoint_of(save_id) is not None
@@ -137,7 +143,9 @@ def _may_be_decided(store: LocalStore, save_id: str) -> bool:
 
 
 def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
-    """The nodes that have not published it, with the reason, unless that was reported when the save began."""
+    """The nodes that have not published the save, with the reason. Nodes that were reported when the save began are
+    left out.
+    """
     return [
         f"node {node} has not published the checkpoint yet"
         + ("; it does so once it is reached" if node in decision.unreached else f": {error}")
@@ -146,7 +154,7 @@ def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
 
 
 def _list_dropped(committed: Committed, receipts: Sequence[Receipt]) -> list[str]:
-    """The copies that a node had acknowledged, and did not publish with the save."""
+    """The copies that a node had acknowledged, but did not publish with the save."""
     return [
         f"node {node} has moved its copy of {shard.name} aside: its bytes differ from the saved ones"
         for receipt in receipts
@@ -166,9 +174,9 @@ def _decide(
     helpers_by_shard: Mapping[str, Sequence[HelperCopy]],
     exclude: Callable[[Sequence[tuple[str, str]]], object],
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
-    """Makes the decision durable, or has this node's agent do so once agents have written.
+    """Makes the decision durable, or has this node's agent do so once agents have written the shards.
 
-    Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
+    Returns the manifest, the receipts completed by the agents' results, and descriptions of missing copies.
     """
     if not helpers_by_shard and not any(receipt.is_submitted for receipt in receipts):
         # Once more, right before the decision: with overwrite=False another run may have taken the name meanwhile.
@@ -184,7 +192,9 @@ def _decide(
 
 
 def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
-    """The manifest that the agent has decided. Raises AckNotReached: it was to decide with all copies only."""
+    """The manifest that the agent has decided. Raises AckNotReached: copies are missing, and the save needs all of
+    them.
+    """
     if not finished.manifest:
         have = {copies.name: len(copies.holders) for copies in finished.written if copies.missed}
         raise AckNotReached(decision.placement.copies, have, "; ".join(missed))
@@ -236,7 +246,9 @@ def lay_out(
     layouts: CachedLayouts,
     parts: Parts,
 ) -> tuple[CachedLayout | None, CachedLayout]:
-    """Adds the items' places to the metadata. Returns the layout of the save before, if it is the same, and this one's."""
+    """Adds the items' places to the metadata. Returns the layout of the previous save, if it is the same, and this
+    save's.
+    """
     same = layouts.find_layout(metadata, results)
     if same is None:
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
@@ -250,7 +262,7 @@ def lay_out(
     # A rank that wrote nothing of what it planned would make a checkpoint that no load can read.
     unwritten = paths - set(shards)
     if unwritten:
-        raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
+        raise SaveAborted(f"No rank has reported {sorted(unwritten)} as written for save {decision.save_id}.")
     if same is not None:
         return same, replace(same, save_id=decision.save_id, checkpoint_id=decision.checkpoint_id)
     share_parts(metadata)
@@ -295,9 +307,9 @@ def _make_manifest(
 def _add_for_bucket(
     layout: CachedLayout, metadata: Metadata, decision: SaveDecision, parts: Parts
 ) -> tuple[bytes, UploadEntry | None, WeightsEntry | None]:
-    """The bytes of `.metadata`; and the entries for the parts of it for the bucket, and for the weights alone.
+    """The bytes of `.metadata`, and the manifest's entries for its parts: for the bucket, and for the weights alone.
 
-    The bucket has other paths where shards may have the save's own prefix.
+    The bucket has other paths if shards may lie under the save's own prefix.
     """
     plan, raw = decision.upload, layout.raw
     weights = raw[len(raw) - layout.weights :]
@@ -325,7 +337,9 @@ def _describe_weights(weights: bytes, in_bucket: bytes, dropped: tuple[str, ...]
 
 
 def _make_shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
-    """The entry of each shard. Its intended holders are those that acknowledged, and the buddies that should have."""
+    """The entry of each shard. Its intended holders are nodes that acknowledged the shard, and buddies that should
+    have.
+    """
     entries = {}
     for rank, receipt in enumerate(receipts):
         own = decision.node_of(rank).node_id
@@ -348,17 +362,17 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
 
 
 def _hint_for(silent: Collection[str]) -> str | None:
-    """The next step where nodes did not publish a save that is decided."""
+    """The next step if nodes did not publish a decided save."""
     nodes = " and ".join(f"node {node}" for node in sorted(silent))
     comes = "the next save or load publishes the checkpoint; until then the previous one loads"
     return f"Bring back {nodes}: {comes}." if nodes else None
 
 
 def _describe_outcome(manifest: Manifest, committed: Committed, why: str) -> str:
-    """The future of a save that is decided, and not published where it should be."""
+    """What happens to a decided save that some nodes have not published."""
     nodes = sorted(committed.error_by_node)
     return (
-        f"The decision of save {manifest.save_id} is durable on the coordinator's node: node {', '.join(nodes)} publishes "
-        f"it once it reaches a node that has, unless a newer save of {manifest.checkpoint_id!r} is whole by then. Until "
-        f"every shard is published, the previous version is kept, too. {why}"
+        f"The decision of save {manifest.save_id} is durable on the coordinator's node. Node {', '.join(nodes)} publishes "
+        f"the save once it reaches a node that has published it, unless a newer save of {manifest.checkpoint_id!r} is "
+        f"complete by then. Until every shard is published, the previous version is kept, too. {why}"
     )

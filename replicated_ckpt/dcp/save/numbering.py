@@ -1,4 +1,4 @@
-"""The place of a save in the order of all saves, and whether it goes to the bucket: the coordinator's last decisions."""
+"""The order of a save among all saves, and whether it goes to the bucket: the coordinator's last decisions."""
 
 import itertools
 import secrets
@@ -30,11 +30,11 @@ def assign_sequence(
 ) -> tuple[SaveDecision, list[str]]:
     """The decision with its lineage, and a sequence larger than any on the nodes, in the bucket, or seen before.
 
-    Also returns, in words, what is weaker than wanted. The lineage is the one that this process has loaded or saved; else
-    the one that was saved last on the nodes or in the bucket; else a new one.
+    Also returns descriptions of what is weaker than wanted. The lineage is the one that this process has loaded or
+    saved; else the one that was saved last on the nodes or in the bucket; else a new one.
 
     Raises:
-        CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it.
+        CheckpointExists: the bucket has the checkpoint, and the save may not overwrite it.
     """
     unreached = [
         f"node {node} did not answer when the save began, and takes no copies of other nodes' shards: {why}"
@@ -54,10 +54,10 @@ def assign_sequence(
 
 
 def choose_file_number(opened: Opened) -> int:
-    """The first of the numbers in the names of a save's shards, one for each part: the smallest that are free.
+    """The first of the consecutive numbers in the names of a save's shards, one for each part: the smallest free ones.
 
-    They are free if no file of the checkpoint has one on the save's nodes. The first is a large random number where a node
-    did not answer, or has another save of the checkpoint open: the numbers in use are not known then.
+    A number is free if no file of the checkpoint on the save's nodes has it. If a node did not answer, or has another
+    save of the checkpoint open, the used numbers are unknown. Then the first one is a large random number.
     """
     if opened.error_by_node or opened.taken_numbers is None:
         drawn = _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM - NUMBERS_PER_SAVE)
@@ -67,10 +67,12 @@ def choose_file_number(opened: Opened) -> int:
 
 
 def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
-    """Opens a save in the store of a node that did not answer when it began, so that its saves were not counted.
+    """Opens a save in the store of a node whose agent did not answer when the save began, so its own saves were not
+    counted.
 
     Raises:
-        StoreUnavailable: this node has a save that is as new, or newer. Loads would take that one; nothing is open.
+        StoreUnavailable: this node has a save with this number or a larger one. Loads would take that one; nothing is
+            open.
     """
     heard = SequenceFloor(store.agent_directory()).read_all().get(decision.lineage, 0)
     here = store.catalog.histories(scope_of(decision.checkpoint_id)).get(decision.lineage, History(0)).sequence
@@ -80,7 +82,7 @@ def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
             "open",
             decision.checkpoint_id,
             "it did not answer when the save began, so the new save was numbered without this node's saves. It is number "
-            f"{decision.sequence} of the run, but this node knows of number {max(heard, here)}. A load could take that one",
+            f"{decision.sequence} of the run, but this node has seen number {max(heard, here)}. A load could take that one",
             "Save again: this asks the agent once more. If it still does not answer, load the newest checkpoint, then "
             "save. The save is then numbered after that checkpoint.",
         )
@@ -100,9 +102,10 @@ def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) 
 
 
 def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Seen) -> list[str]:
-    """In words, once per run and process: the save replaces a checkpoint that this process neither loaded nor saved.
+    """A warning that the save replaces a checkpoint that this process neither loaded nor saved; once per run and
+    process.
 
-    Not where the save may not overwrite: what it replaces then is lost anyway.
+    None if the save may not overwrite: then it can only replace a checkpoint that is lost anyway.
     """
     others = named - {None if seen is None else seen[0]} - _replaced_runs
     if not others or not decision.overwrite:
@@ -118,7 +121,7 @@ def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Se
 
 
 def _find_conflicting_runs(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:
-    """In words, once in a process: checkpoints of another run lie in the directory of this one."""
+    """A warning that checkpoints of another run lie in this run's directory; once in a process."""
     # A clock of 0 is a lineage that was only heard of: no checkpoint of it lies here.
     others = {name for name, history in histories.items() if history.created_unix_s > 0} - {lineage}
     scope = scope_of(checkpoint_id)

@@ -1,9 +1,10 @@
-"""Copies that need not travel: a rank of the buddy node that has all values of a shard writes the copy from its own memory.
+"""Copies that are not sent: a rank of the buddy node that has all values of a shard writes the copy from its own
+memory.
 
-In DDP and HSDP every byte lies on several nodes. The coordinator finds ranks whose plans were equal before DCP dropped the
-duplicates, and sends the items of one rank's shard to a rank of its buddy node, the helper. Both write the same file, and
-report its checksum in their receipts; of an asynchronous save their agents write, and the one that finishes the save asks
-for the checksums. Where these differ the copy does not count, and agents copy the owner's file.
+In DDP and HSDP every byte lies on several nodes. The coordinator finds ranks whose plans were equal before DCP dropped
+the duplicates. It sends the items of one rank's shard to a rank of its buddy node, the helper. Both write the same
+file, and report its checksum in their receipts. In an asynchronous save their agents write, and the agent that finishes
+the save asks for the checksums. If the checksums differ, the copy does not count, and agents copy the owner's file.
 """
 
 import hashlib
@@ -27,9 +28,9 @@ Items = Sequence[WriteItem]
 
 
 def digest_of_items(items: Items) -> str:
-    """Equal on two ranks that have the same items: names, kinds, places and sizes. "" without items.
+    """A digest that is equal on two ranks with the same items: names, kinds, places and sizes. "" without items.
 
-    What only one rank has, as its RankState, does not count: that lies in a file of its own.
+    Items that only one rank has, such as a RankState, do not count: they lie in a file of their own.
     """
     own = find_own(item.index.fqn for item in items)
     items = [item for item in items if item.index.fqn not in own]
@@ -45,7 +46,9 @@ def digest_of_items(items: Items) -> str:
 
 @dataclass(frozen=True)
 class HelpPlan:
-    """Comes with a rank's plan: the items of the shards that it copies, by owner; None: those that `token` brought."""
+    """Sent with a rank's plan: by owner, the items of the shards that the rank copies. None: those of an earlier plan
+    with `token`.
+    """
 
     token: str
     items_by_owner: Mapping[int, Items] | None
@@ -53,7 +56,7 @@ class HelpPlan:
 
 @dataclass
 class HelpPlans:
-    """What a writer keeps from save to save: on the coordinator what each rank was sent, on a rank what it got."""
+    """What a writer remembers between saves: on the coordinator what it sent to each rank, on a rank what it received."""
 
     token: str = ""
     """Of what this rank got. It posts it before a save, so that the same items are not sent again."""
@@ -67,7 +70,9 @@ class HelpPlans:
     """Owners whose file has differed from a helper's. None is tried again for them: each try costs a copy."""
 
     def digest_of(self, items: Items) -> str:
-        """As `digest_of_items`; of items that are kept from save to save it is made once. "": this rank cannot help."""
+        """As `digest_of_items`, computed once for items that stay the same from save to save. "": this rank cannot
+        help.
+        """
         if not self._is_able:
             return ""
         if self._digested[0] is not items:
@@ -75,7 +80,7 @@ class HelpPlans:
         return self._digested[1]
 
     def note_planner(self, planner: SavePlanner) -> None:
-        """A rank, once it has written: whether its planner hands on what comes with a plan."""
+        """On a rank that has written: records whether its planner passes on what was sent with a plan."""
         self._is_able = type(planner).finish_plan in (DefaultSavePlanner.finish_plan, CachedSavePlanner.finish_plan)
 
     def choose(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> SaveDecision:
@@ -128,7 +133,7 @@ class HelpPlans:
         return self._got if sent.token == self.token else {}
 
     def exclude(self, found: Iterable[Divergence]) -> None:
-        """Coordinator: ranks with other values than a shard's owner do not copy it."""
+        """Coordinator: ranks whose values differ from those of a shard's owner no longer copy that shard."""
         for one in found:
             self._differing.update((one.saved_by, rank) for group in one.groups[1:] for rank in group)
 
@@ -138,16 +143,16 @@ class HelpPlans:
 
 
 def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
-    """The coordinator's cached plans are the same objects from save to save; others are never known to be the same."""
+    """The coordinator's cached plans are the same objects from save to save. Other plans never count as the same."""
     return items.keys() == before.keys() and all(items[owner] is before[owner] for owner in items)
 
 
 @dataclass(frozen=True)
 class CountedCopies:
-    """The receipts with the copies that helpers made. `missed`: those that do not count, in words.
+    """The receipts with the copies that helpers made. `missed`: descriptions of the copies that do not count.
 
-    `differing`: their owners. `pending`: by shard the copies that cannot be compared yet, as an agent writes the copy or
-    the shard.
+    `differing`: the owners of those copies. `pending`: by shard, copies that cannot be compared yet, because an agent
+    still writes the copy or the shard.
     """
 
     receipts: Sequence[Receipt]
@@ -188,15 +193,15 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
 
 
 def find_owners(differing: Iterable[tuple[str, str]]) -> set[int]:
-    """The owners of copies that an agent has found to differ, which it names by shard and node."""
+    """The owners of the copies that an agent has found to differ; the agent names them by shard and node."""
     shards = (ShardName.parse(name) for name, _ in differing)
     return {shard.rank for shard in shards if shard is not None}
 
 
 def is_copied(shard: str) -> bool:
-    """Whether helpers copy this file of a rank that has helpers. The rest is then what only the rank itself has.
+    """Whether helpers copy this file of a rank that has helpers. All other files have what only the rank itself has.
 
-    What has not changed is linked, and not copied.
+    Unchanged entries are linked, and not copied.
     """
     return part_of_shard(shard) not in (Part.REST, Part.UNCHANGED)
 

@@ -1,7 +1,9 @@
-"""Compares the replicas of a state at each save: what several ranks have under one name should be the same bytes.
+"""Compares the replicas of a state at each save: values that several ranks have under one name should have the same
+bytes.
 
-DCP saves one replica of each value, so a checkpoint alone cannot show that another one has diverged. Each rank hashes a
-part of its state, another one at each save, and sends the hashes with its receipt: no message and no collective more.
+DCP saves one replica of each value, so a checkpoint alone cannot show that another replica has diverged. At each save,
+each rank hashes another part of its state, and sends the hashes with its receipt. That takes no further message or
+collective.
 """
 
 import hashlib
@@ -37,17 +39,17 @@ UNIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is compared as one: an item, or a range of a large one."""
+    """A unit of comparison: an item, or a range of a large item."""
 
     item: WriteItem
     number: int
 
 
 class ReplicaCheck:
-    """This rank's part in the comparison, and the coordinator's turns. One save at a time."""
+    """This rank's part in the comparison; on the coordinator also whose turn it is. One save at a time."""
 
     def __init__(self, parts: int | None) -> None:
-        """`parts`: everything is compared within so many saves; None: nothing is."""
+        """`parts`: the number of saves that together compare everything. None: nothing is compared."""
         self._parts = parts
         # At random: a job that is restarted again and again would compare the first parts only.
         self._next_part = randbelow(parts) if parts else 0
@@ -58,9 +60,10 @@ class ReplicaCheck:
         self._named: set[str] = set()
 
     def next_turn(self, local_items: int, plans: Sequence[SavePlan]) -> Turn | None:
-        """Coordinator: what the ranks compare in this save; None: nothing, as each item lies on one rank only.
+        """Coordinator: the part that the ranks compare in this save. None: nothing, because each item lies on one rank
+        only.
 
-        `local_items`: the items of all ranks before DCP has dropped the duplicates; `plans`: the plans after that.
+        `local_items`: the items of all ranks before DCP drops the duplicates. `plans`: the plans after that.
         """
         whole = [find_whole(plan) for plan in plans]
         # A plan that torch's own `enable_plan_caching` has left out says nothing of its items.
@@ -72,20 +75,21 @@ class ReplicaCheck:
         return Turn(self._next_part, self._parts) if self.is_all_known else Turn(0, 1)
 
     def suspect(self) -> None:
-        """Replicas differ somewhere: the next save compares everything."""
+        """Replicas differ somewhere, so the next save compares everything."""
         self.is_all_known = False
 
     def note_committed(self, turn: Turn | None, found: Iterable[Divergence]) -> None:
-        """The next save compares the next part; after a failed one the same part has its turn again."""
+        """The next save compares the next part. After a failed save, the same part is compared again."""
         if turn is not None and self._parts:
             self.is_all_known |= turn.parts == 1
             self._next_part = (self._next_part + 1) % self._parts
         self._named.update(one.fqn for one in found)
 
     def hash_units(self, plan: SavePlan, planner: SavePlanner, turn: Turn) -> bytes:
-        """This rank's report: the hashes of the units whose turn it is. `plan`: before DCP has dropped duplicates.
+        """This rank's report: the hashes of the units in this turn. `plan`: the plan before DCP drops duplicates.
 
-        What cannot be hashed, as an object that pickle refuses, is left out: another rank may be the one that saves it.
+        Values that cannot be hashed, such as an object that pickle refuses, are left out: another rank may be the one
+        that saves them.
         """
         units = self._units_of(plan.items, planner, turn.parts)[turn.part]
         found = {key_of_unit(unit.item.index, unit.number): _hash_unit(unit, planner) for unit in units}
@@ -109,11 +113,13 @@ class ReplicaCheck:
         return self._units
 
     def without_named(self, found: Iterable[Divergence]) -> list[Divergence]:
-        """Without the entries that an earlier committed save has named: most differ at every save from then on."""
+        """The divergences without entries that an earlier committed save has reported: most of them differ at every
+        later save.
+        """
         return [one for one in found if one.fqn not in self._named]
 
     def without_named_objects(self, found: Iterable[Divergence]) -> list[Divergence]:
-        """The same of objects only: a tensor that differs is part of each checkpoint's state."""
+        """As `without_named`, for objects only: a tensor that differs is part of each checkpoint's state."""
         return [one for one in found if not one.is_object or one.fqn not in self._named]
 
 
@@ -123,7 +129,7 @@ def key_of_unit(index: MetadataIndex, number: int) -> int:
 
 
 def name_divergences(reports: Mapping[int, bytes], metadata: Metadata) -> list[Divergence]:
-    """Coordinator: the values that differ, by name. `metadata` has the places of all items by then.
+    """Coordinator: the values that differ, by name. `metadata` already has the places of all items.
 
     Raises ValueError: a rank's report has a wrong size.
     """
@@ -160,7 +166,7 @@ def _sizes_by_offset(described: Any) -> Mapping[Any, int]:
 
 
 def _is_all_sharded(value: object) -> bool:
-    """Whether each rank of its mesh has a part of its own of this value."""
+    """Whether each rank of the value's mesh has a different part of it."""
     return isinstance(value, DTensor) and all(placement.is_shard() for placement in value.placements)
 
 
@@ -175,7 +181,9 @@ def _count_of(size_bytes: int) -> int:
 
 
 def _hash_unit(unit: _Unit, planner: SavePlanner) -> int | None:
-    """None: it cannot be hashed here. The rank that writes it raises the error, if there is one for it, too."""
+    """The hash; None if this rank cannot hash the unit. If that is an error, the rank that writes the item raises it,
+    too.
+    """
     item = unit.item
     try:
         if item.type == WriteItemType.BYTE_IO:
@@ -193,9 +201,9 @@ def _hash_unit(unit: _Unit, planner: SavePlanner) -> int | None:
 
 
 def hash_tensor(tensor: torch.Tensor, begin: int = 0, elements: int | None = None) -> int | None:
-    """CRC32C of `elements` values from the one at `begin`, in the order of the indices, whatever the strides are.
+    """CRC32C of `elements` values from index `begin` on, in the order of the indices, whatever the strides are.
 
-    With `elements` None it is of all from there. None: the tensor is more than its elements.
+    `elements` None: all values from there on. Returns None if the tensor consists of more than its elements.
     """
     if not is_plain(tensor):
         return None
@@ -222,7 +230,9 @@ _SCALARS = (int, float, bool, type(None))
 
 
 def canonical_bytes(value: Any) -> Iterator[bytes]:
-    """Bytes that are equal for equal values. Pickled ones are not: they depend on identities and the order of sets."""
+    """Bytes that are equal for equal values. Pickle's bytes are not: they depend on identities, and on the order of
+    sets.
+    """
     kind = type(value)
     if kind in (dict, set, frozenset):
         pairs = value.items() if kind is dict else ((one, None) for one in value)

@@ -79,9 +79,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WriterParts:
-    """The writer's settings, and the parts that work for each of its saves. `memory`: the limit of a store in memory.
+    """The writer's settings, and the objects that work for each of its saves. `memory`: the limit of a store in memory.
 
-    `planning`: the pause of collections while DCP plans a save. `name`: of this writer, among all.
+    `planning`: pauses garbage collection while DCP plans a save. `name`: identifies this writer among all writers.
     """
 
     config: WriterConfig
@@ -100,7 +100,7 @@ class WriterParts:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def present(self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool) -> SavePost:
-        """This rank's post before a save, with its node, whose agent runs by then."""
+        """This rank's post before a save, with its node. The node's agent runs when this returns."""
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         config, wants = self.config, describe_wanted(self.config)
@@ -114,14 +114,15 @@ class WriterParts:
 
 
 _OWN_OBJECTS_HINT = (
-    "Only the first rank named for each is in the checkpoint, and every rank will load that one's. Save what belongs to "
-    "a rank in a RankState; name the others in may_differ=[...]. Each is named once."
+    "The checkpoint has only the object of the first rank that is named for each entry, and every rank will load that "
+    "one. Save what belongs to one rank in a RankState. Name other entries that may differ in may_differ=[...]. A "
+    "process warns once of each entry."
 )
 _SAID_WITHIN_S = 1.0
 
 
 class LockedSave:
-    """A writer's lock on its save, until it is closed or the writer is gone."""
+    """A writer's lock on its save, held until `close`, or until the writer no longer exists."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -139,18 +140,18 @@ class LockedSave:
             self._open.callback(store.lock_save(save_id).release)
 
     def follow(self, follower: Follower | None) -> None:
-        """A shard that this node's agent has taken; None: this rank has written it."""
+        """Follows a shard that this node's agent has accepted. None: this rank has written the shard."""
         if follower is not None:
             self._followers.append(follower)
             self._open.callback(follower.leave)
 
     def follow_copy(self, follower: Follower | None) -> None:
-        """The shard of another rank that this node's agent has taken."""
+        """Follows another rank's shard that this node's agent has accepted."""
         if follower is not None:
             self._open.callback(follower.leave)
 
     def find_written(self) -> Sequence[WrittenCopies]:
-        """The agent's results for the shards that it has taken, so far: the coordinator's node gets them first."""
+        """The agent's results so far for the shards that it accepted. The coordinator's node gets them first."""
         ends = [follower.end for follower in self._followers]
         done = wait(ends, _SAID_WITHIN_S).done
         # The save is committed: a late or lost result must not fail it.
@@ -161,7 +162,7 @@ class LockedSave:
 
 
 def make_receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
-    """The fields that a rank posts once it has written, with its `node` as it is by then."""
+    """The fields that a rank posts once it has written, with the present state of its `node`."""
     where = {"address": node.address.to_json(), "silence": node.silence, "invitation": node.invitation}
     return {**receipt.to_json(), "save_id": save_id, **where}
 
@@ -169,7 +170,8 @@ def make_receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[st
 def collect_receipts(
     posts: Sequence[Mapping[str, Any]], decision: SaveDecision, own_node: str
 ) -> tuple[list[Receipt], AgentCluster]:
-    """The receipts of all ranks, and the nodes with their agents' addresses of now: one may have been started again.
+    """The receipts of all ranks, and the nodes with the present addresses of their agents, which may have been started
+    again.
 
     Raises:
         SaveAborted: a rank has not written for this save.
@@ -177,7 +179,7 @@ def collect_receipts(
     # A rank that was slow may still have its post of the save before.
     stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
     if stale:
-        raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
+        raise SaveAborted(f"Ranks {stale} have not reported their shards for save {decision.save_id}.")
     addresses = [AgentAddress.from_json(post["address"]) for post in posts]
     silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
     silence = {node: why for node, why in silence.items() if why}
@@ -198,11 +200,12 @@ DECISION_TIMEOUT_S = 30.0
 
 
 class SaveAttempt:
-    """One save: every rank calls `present` and `write_shard`; the coordinator also `decide` between them, then `commit`.
+    """One save: every rank calls `present` and `write_shard`. The coordinator also calls `decide` between them, then
+    `commit`.
 
-    An error of a step after the opening, KeyboardInterrupt too, aborts the save first on every node that answers: nothing
-    of it counts then. A save that may be decided is not aborted: agents publish it, or abort it. This rank locks the
-    save, so that agents see it work, until it has the outcome, or until `close`. One thread at a time.
+    If a step after the opening raises, KeyboardInterrupt included, the save is first aborted on every node that
+    answers, and nothing remains of it. A save that may be decided is not aborted: agents publish or abort it. This rank
+    locks the save until it has the outcome, or until `close`, so that agents see that it works. One thread at a time.
     """
 
     def __init__(
@@ -213,9 +216,9 @@ class SaveAttempt:
         notes: Mapping[str, Any],
         keep_report: Callable[[SaveReport], None],
     ) -> None:
-        """`notes` are kept in the manifest; the coordinator's count.
+        """`notes` are stored in the manifest; only the coordinator's are used.
 
-        `keep_report` takes what this rank did, once it has written, and again when the save is committed.
+        `keep_report` is called with this rank's report once it has written, and again when the save is committed.
         """
         self._parts, self._config, self._store = parts, parts.config, parts.store
         self._world, self._given_id, self._notes = world, given_id, notes
@@ -230,9 +233,9 @@ class SaveAttempt:
         """The save's place in its lineage, once this rank writes."""
 
     def present(self, plan: SavePlan) -> None:
-        """Posts to the coordinator the id that this rank was given, and the address of its node.
+        """Posts to the coordinator the id that was passed to this rank, and the address of its node.
 
-        `plan`: this rank's, before DCP drops what other ranks have, too.
+        `plan`: this rank's plan, before DCP drops items that other ranks have, too.
         """
         self._local_plan = find_whole(plan)
         board = self._world.blackboard
@@ -255,10 +258,11 @@ class SaveAttempt:
         failpoints.reach("rank.registered")
 
     def decide(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, posts the decision.
+        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, posts the
+        decision.
 
-        Returns the plans, with what some ranks are to copy for others.
-        Raises CheckpointIdMismatch, CheckpointExists, ConfigInvalid, MemoryTierShort, StoreError: nothing is open then.
+        Returns the plans, with the items that some ranks copy for others. Raises CheckpointIdMismatch,
+        CheckpointExists, ConfigInvalid, MemoryTierShort, StoreError: then nothing is open.
         """
         board, config = self._world.blackboard, self._config
         raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
@@ -300,9 +304,9 @@ class SaveAttempt:
     def write_shard(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts its receipt to the coordinator.
 
-        `staged`: the memory of its tensors, if this node's agent can map it.
-        Afterwards the shard holds at the level of `ack`. If another rank has failed there are no results: DCP names that
-        rank, and `commit` refuses the receipt.
+        `staged`: the memory of its tensors, if this node's agent can map it. Afterwards the shard is safe at the level
+        of `ack`. If another rank has failed, there are no results: DCP names that rank, and `commit` refuses the
+        receipt.
         """
         board = self._world.blackboard
         if board is not None and not self._world.is_coordinator:
@@ -332,12 +336,13 @@ class SaveAttempt:
         return self._parts.layouts.refer(results, save_id, self._decision.known_layout)
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
-        """Coordinator: checks that every shard is written, makes the decision durable, and has every node publish the save.
+        """Coordinator: checks that every shard is written, makes the decision durable, and has every node publish the
+        save.
 
-        Returns whether it goes to the bucket, too.
+        Returns whether the save is also uploaded to the bucket.
 
         Raises:
-            SaveAborted, AckNotReached, StoreError: at the coordinator; DCP raises it on all ranks.
+            SaveAborted, AckNotReached, StoreError: at the coordinator. DCP raises them on all ranks.
         """
         board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
         # From here on `break_off` must not abort: `commit_save` decides when that is still allowed.
@@ -390,12 +395,12 @@ class SaveAttempt:
             self._parts.object_tier.note_committed()
 
     def end(self) -> None:
-        """Coordinator: ends the save. Each rank reports in DCP's last collective; else this one does now."""
+        """Coordinator: ends the save. Ranks report in DCP's last collective; if none follows, this rank reports now."""
         if not self._is_followed:
             self._report_committed()
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> object:
-        """Every rank gets the outcome from the coordinator: the end of the save, on this rank."""
+        """Every rank gets the outcome from the coordinator. This ends the save on this rank."""
         outcome = tell_metadata(collectives.broadcast_object, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
             self._report_committed()
@@ -431,7 +436,9 @@ class SaveAttempt:
         call_back(self._parts.on_save, report)
 
     def break_off(self) -> None:
-        """Called when the ranks cannot meet any more: the coordinator aborts an undecided save, and this rank closes it."""
+        """Called when the ranks can no longer communicate. The coordinator aborts an undecided save, and this rank
+        closes the save.
+        """
         try:
             if self._is_undecided:
                 self._abort("the ranks no longer meet: one of them has ended, or left a collective")
@@ -439,11 +446,13 @@ class SaveAttempt:
             self.close()
 
     def close(self) -> None:
-        """This rank ends its part in the save."""
+        """Ends this rank's part in the save."""
         self._held.close()
 
     def _agent_starter(self) -> Callable[[], object]:
-        """Holds no reference to this attempt: a follower holds it until the save is closed, and the attempt closes that."""
+        """A function that starts this node's agent. It must not refer to this attempt: a follower keeps the function
+        until the save is closed, and the attempt closes it.
+        """
         return partial(register_again, self._store, self._post.node)
 
     def _write_shard(
@@ -507,7 +516,9 @@ class SaveAttempt:
         return writer.begin_shard(items, part, planner, decision, rank)
 
     def _copy_others(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None) -> tuple[ShardReceipt, ...]:
-        """Writes or submits the copies for which this rank is the helper. After its own shard: the save waits for that."""
+        """Writes or submits the copies for which this rank is the helper. The rank's own shard comes first, because the
+        save waits for it.
+        """
         items_by_owner, rank, decision = self._parts.help_plans.take(plan), self._world.rank, self._decision
         copies = []
         for owner in decision.owners_by_helper.get(rank, ()):
@@ -551,7 +562,9 @@ class SaveAttempt:
         return b"" if turn is None else self._parts.replicas.hash_units(self._local_plan, planner, turn)
 
     def _find_divergences(self, receipts: Sequence[Receipt], metadata: Metadata) -> Sequence[Divergence]:
-        """Coordinator: what differs between ranks. Raises ReplicasDiverged: a tensor does, and that is to fail the save."""
+        """Coordinator: the values that differ between ranks. Raises ReplicasDiverged: a tensor differs, and the writer
+        must then fail.
+        """
         if self._decision.turn is not None:
             reports = {rank: receipt.replicas for rank, receipt in enumerate(receipts)}
             found = name_divergences(reports, metadata)
@@ -571,12 +584,11 @@ class SaveAttempt:
         name = self._decision.checkpoint_id
         if tensors:
             found, hint = describe_divergences(tensors, self._hosts), ReplicasDiverged.default_hint
-            self._warn(
-                [f"replicas have diverged: {found}. {name} has the bytes of the first rank named for each. {hint}"]
-            )
+            saved = f"{name} has the bytes of the first rank that is named for each entry"
+            self._warn([f"replicas have diverged: {found}. {saved}. {hint}"])
         if objects:
             found = describe_divergences(objects, self._hosts)
-            self._warn([f"ranks save other objects under one name: {found}. {_OWN_OBJECTS_HINT}"])
+            self._warn([f"ranks save different objects under one name: {found}. {_OWN_OBJECTS_HINT}"])
 
     @property
     def _hosts(self) -> Mapping[int, str]:
@@ -584,7 +596,7 @@ class SaveAttempt:
         return {rank: decision.node_of(rank).host for rank in range(len(decision.node_by_rank))}
 
     def _open(self) -> Opened:
-        """Opens the save on every node; again, as another save, if the checkpoint with its name is lost for good."""
+        """Opens the save on every node. If the checkpoint of its name is lost for good, opens it again as another save."""
         decision = self._decision
         try:
             return self._begin(decision)
@@ -594,7 +606,7 @@ class SaveAttempt:
         own_node = decision.node_of(self._world.rank).node_id
         addresses = [] if self._world.blackboard is None else [node.address for node in decision.nodes]
         check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
-        log.warning("%s exists, but parts of it are lost: it is saved anew", decision.checkpoint_id)
+        log.warning("%s exists, but parts of it are lost: this save replaces it", decision.checkpoint_id)
         self._cluster.abort(decision.save_id, "it is opened again, to replace a lost checkpoint")
         # A new id: nodes remember the aborted one, and never open it again.
         self._decision = replace(decision, save_id=uuid.uuid4().hex, overwrite=True)
@@ -604,7 +616,7 @@ class SaveAttempt:
         return self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
 
     def _hold_as_coordinator(self, save_id: str) -> None:
-        """Locks the save here: however slow other nodes or the planning are, no agent takes it for a stale one."""
+        """Locks the save here, so that no agent treats it as stale, however slow other nodes or the planning are."""
         if self._world.blackboard is not None:
             self._held.hold(self._store, save_id)
 

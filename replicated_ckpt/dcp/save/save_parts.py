@@ -31,7 +31,7 @@ _PLANS_KEPT = 8
 class Parts:
     """Divides the entries of a state into parts, by the user's function or by their names. One thread.
 
-    What it found for a plan is kept: a plan that is cached from save to save is the same object.
+    Results for a plan are remembered: a plan that is cached from save to save is the same object.
     """
 
     part_of: PartOf | None = None
@@ -40,7 +40,7 @@ class Parts:
     )
 
     def part_of_entry(self, fqn: str) -> Part:
-        """Raises ConfigInvalid: the user's function returned no part's name."""
+        """The part of an entry. Raises ConfigInvalid: the user's function did not return the name of a part."""
         if self.part_of is None:
             return part_of_entry(fqn)
         name = self.part_of(fqn)
@@ -53,8 +53,8 @@ class Parts:
     def divide(self, items: Sequence[WriteItem], *, own_apart: bool = False) -> Mapping[Part, Sequence[WriteItem]]:
         """The items of each file that a rank writes, in the order of the parts.
 
-        A small part, and the rest of a state without weights, goes into the file of the weights. With `own_apart` the rest
-        is what only this rank has: no other rank can write a copy of that.
+        A small part goes into the file of the weights, and so does the rest of a state without weights. With
+        `own_apart`, the rest consists of items that only this rank has, which no other rank can copy.
         """
         known = self._divided.get(id(items))
         if known is None or known[0] is not items or known[1] is not own_apart:
@@ -81,7 +81,7 @@ class Parts:
 
 
 def without_optimizer(metadata: Metadata, parts: Parts) -> tuple[Metadata, tuple[str, ...]] | None:
-    """The metadata of the checkpoint without its optimizer, and the prefixes of the names that go.
+    """The metadata of the checkpoint without its optimizer, and the prefixes of the dropped names.
 
     None: the checkpoint has no optimizer, or no file would be left.
     """

@@ -1,4 +1,6 @@
-"""Retention of a writer: with each save it names the run's policies to this node's agent, which removes checkpoints."""
+"""The retention of a writer. With each save it submits the run's policies to this node's agent, which removes
+checkpoints.
+"""
 
 import logging
 
@@ -16,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Retaining:
-    """One writer's policies. A policy of None replaces one that an earlier run has left."""
+    """One writer's policies. A policy of None replaces a policy of an earlier run."""
 
     def __init__(self, store: LocalStore, config: WriterConfig, target: ObjectTarget | None) -> None:
         self._store = store
@@ -25,7 +27,9 @@ class Retaining:
         self._last_scope, self._is_warned = "", False
 
     def warn_of_name(self, checkpoint_id: str) -> list[str]:
-        """Why a policy would never remove checkpoints with such names; once, at the first save into a directory only."""
+        """A warning if a policy would never remove checkpoints with such names; only at the first save into a
+        directory.
+        """
         is_first = scope_of(checkpoint_id) != self._last_scope
         self._last_scope, better = scope_of(checkpoint_id), find_series_name(checkpoint_id)
         if better is None or self._is_warned or not (is_first and self._is_wanted):
@@ -38,9 +42,10 @@ class Retaining:
         return [told]
 
     def submit(self, decision: SaveDecision, rank: int) -> list[str]:
-        """Names the policies to this node's agent, once for each node of the save; returns problems in words. Cheap.
+        """Submits the policies to this node's agent, once for each node of the save. Returns descriptions of problems.
+        Cheap.
 
-        No node is asked where there is no policy, none to replace, or no agent that answers.
+        Does nothing without a policy and without an earlier policy to replace, or if no agent answers.
         """
         node = decision.node_of(rank).node_id
         # A silent agent would cost its time-out again.
@@ -49,7 +54,9 @@ class Retaining:
         return self._tell(decision, is_committed=False)
 
     def note_committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
-        """After the commit. Agents that committed the save apply the policies themselves; without agents one is asked."""
+        """Called after the commit. Agents that committed the save apply the policies themselves. If no agent did, one
+        is asked to.
+        """
         if not has_agents and self._is_used:
             for problem in self._tell(decision, is_committed=True):
                 log.warning("%s", problem)

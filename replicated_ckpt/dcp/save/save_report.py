@@ -1,4 +1,4 @@
-"""The report of one save: on each rank its own, on rank 0 with those of all ranks."""
+"""The report of one save: each rank has its own, and rank 0 those of all ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,20 +23,22 @@ _WAITED_FOR = {
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One save as this rank did it. `copies_made` is the least over this rank's shards, the node's own copy counted. It
-    is 0, as the sizes are, where this rank has no result of what its node's agent wrote for it.
+    """One save, as this rank did it.
 
-    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of the
-    submission to its agent. `phases` are seconds, too: `plan` (until this rank may write, the other ranks included),
-    `serialise` (the thread that goes through the tensors), `write` and `fsync` (this node's disk), `send` (the slowest
-    buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising go on at once, so they add
-    up to more than the time that passed.
+    `copies_made`: the smallest number of copies of any shard of this rank, its node's own copy included. It is 0, as
+    the sizes are, if this rank has no result of what its node's agent wrote.
 
-    `bytes_linked`: of a file that was not written, nor sent, as its bytes are those of the last save; it counts in no other
-    number of bytes.
+    `seconds`: from the start of the save to its commit. In `ranks`: to the end of the rank's own writing, or of its
+    submission to the agent. `phases` has seconds, too: `plan` (until this rank may write, the wait for other ranks
+    included), `serialise` (the thread that reads the tensors), `write` and `fsync` (this node's disk), `send` (the
+    slowest buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising overlap, so they
+    add up to more than the elapsed time.
 
-    `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order. `divergences`: on rank 0, the values
-    that this save has found to differ between ranks.
+    `bytes_linked`: bytes of a file that was linked, because its bytes are those of the last save. It was not written or
+    sent, and no other number includes it.
+
+    `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order. `divergences`: on rank 0, the
+    values that this save has found to differ between ranks.
     """
 
     checkpoint_id: str
@@ -64,10 +66,10 @@ class SaveReport:
         written: Sequence[WrittenCopies],
         helpers: int = 0,
     ) -> "SaveReport":
-        """The report of a save that is committed.
+        """The report of a committed save.
 
-        `shards`: what this rank wrote; `written`: what its node's agent has written of them. `helpers`: the ranks that
-        copied them. A copy of theirs that does not count is known to rank 0 only.
+        `shards`: the shards of this rank. `written`: those that its node's agent has written. `helpers`: the ranks that
+        copied them. Only rank 0 has the information which of their copies do not count.
         """
         by_name = {copies.name: copies for copies in written}
         phases = {**self.phases, "commit": commit_s, **add_phases(copies.phases for copies in written)}

@@ -1,4 +1,4 @@
-"""The layout of a shard: where its bytes lie in the staged copy, and those that lie nowhere yet. No byte is moved."""
+"""The layout of a shard: which bytes lie where in the staged copy, and which bytes are not in it. No byte is moved."""
 
 import contextlib
 import io
@@ -16,15 +16,16 @@ BETWEEN_BYTES_MAX = 256 << 20
 
 
 class TooMuchElsewhere(ReplicatedCkptError):
-    """Most of a shard does not lie in the staged copy: it cannot be submitted."""
+    """Too much of a shard lies outside of the staged copy, so the shard cannot be submitted."""
 
     default_hint = "The rank writes the shard itself. No action is needed."
 
 
 class ShardLayout:
-    """A stream for items that notes where their bytes lie instead of writing them. `close` it.
+    """A stream for items that records where their bytes lie, instead of writing them. `close` it.
 
-    What lies in `memory` is referred to; everything else, and small things, are copied to the descriptor `between`.
+    Bytes in `memory` are recorded by their place. All other bytes, and small items, are copied to the descriptor
+    `between`.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -48,7 +49,7 @@ class ShardLayout:
         return len(data)
 
     def refer(self, data: memoryview) -> None:
-        """Appends bytes that stay as they are until the shard is written."""
+        """Appends bytes by their place. They must not change until the shard is written."""
         # A piece of its own costs more than the copy of a small item; read-only memory is not the staged copy's.
         if len(data) < REFERRED_BYTES_MIN or data.readonly:
             self.write(data)
@@ -71,7 +72,7 @@ class ShardLayout:
             self.pieces.append((source, offset, size))
 
     def finish_layout(self) -> None:
-        """Everything was appended: the descriptor has it now."""
+        """Called after the last append: writes the copied bytes to the descriptor."""
         with _taking_memory():
             self._file.flush()
 
@@ -82,8 +83,10 @@ class ShardLayout:
 
 @contextlib.contextmanager
 def _taking_memory() -> Iterator[None]:
-    """Raises StoreUnavailable: the system gives none."""
+    """Raises StoreUnavailable: the system has no memory left."""
     try:
         yield
     except OSError as exc:
-        raise StoreUnavailable("this rank's memory", "lay out", "the shard", f"{type(exc).__name__}: {exc}") from exc
+        raise StoreUnavailable(
+            "this rank's memory", "lay out the shard in", "", f"{type(exc).__name__}: {exc}"
+        ) from exc

@@ -45,7 +45,7 @@ _LARGE_BYTES = 64 << 10
 class WrittenShard:
     """One shard: its receipt, DCP's results for its items, the copies that could not be made, seconds by phase and spans.
 
-    With a `follower` the agent writes the shard, and the receipt has the name only.
+    With a `follower`, the agent writes the shard, and the receipt has only the name.
     """
 
     receipt: ShardReceipt
@@ -65,17 +65,17 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class ShardUnderWay:
-    """A shard whose bytes are on their way, and DCP's results for its items."""
+    """A shard that is being written and sent, and DCP's results for its items."""
 
     copies: CopiesUnderWay
     results: list[WriteResult]
 
     def wait(self) -> None:
-        """After this the state is not read any more, whatever became of the shard."""
+        """When this returns, the state is no longer read, whether or not the shard was written."""
         self.copies.wait()
 
     def end(self) -> WrittenShard:
-        """Waits for the shard, which is durable in the node's own store then. Raises as `begin_shard`."""
+        """Waits until the shard is durable in the node's own store. Raises as `begin_shard`."""
         found = self.copies.end()
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, self.results, list(found.missed), dict(found.phases), list(found.spans))
@@ -85,7 +85,7 @@ class ShardWriter:
     """Writes shards of one rank. Reuses its buffers from save to save. One save at a time."""
 
     def __init__(self, store: LocalStore, direct_io: str, ack: Ack = "peer", *, links: bool = False) -> None:
-        """`links`: entries that do not change lie in a file of their own, which is linked from save to save."""
+        """`links`: put unchanged entries into a file of their own, which is linked from save to save."""
         self._store = store
         self._direct_io = direct_io
         self._ack = ack
@@ -120,12 +120,13 @@ class ShardWriter:
     def begin_shard(
         self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, rank: int
     ) -> ShardUnderWay:
-        """Writes the items of one part as one shard, and does not wait for disks and buddies: `end` of the result does.
+        """Writes the items of one part as one shard. It does not wait for disks and buddies: `end` of the result does.
 
         A buddy that fails is replaced by another node, or listed in `missed` if no node can take the copy.
 
         Raises:
-            SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
+            SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And any error of the
+                planner.
         """
         return self._begin(items, planner, self._choose_places(decision, rank, part), self.unchanged)
 
@@ -164,7 +165,7 @@ class ShardWriter:
         staged: memoryview,
         start_agent: Callable[[], object],
     ) -> WrittenShard | None:
-        """As `write_copy`, by this node's agent, out of the memory `staged`. None: this rank must write it."""
+        """As `write_copy`, but this node's agent writes, from the memory `staged`. None: this rank must write the copy."""
         wanted = self._choose_place_of_copy(decision, owner, rank, part)
         return self._submit(items, planner, wanted, staged, start_agent)
 
@@ -222,7 +223,7 @@ class ShardWriter:
         return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
     def _choose_places(self, decision: SaveDecision, rank: int, part: Part) -> WantedCopies:
-        """The places of this rank's shard. With "local" buddies fetch their copies afterwards, so none is sent."""
+        """The places of this rank's shard. With "local", only its own node: buddies fetch their copies afterwards."""
         own, name = decision.node_of(rank).node_id, _name_of(decision, rank, part)
         placed = decision.buddies_of(own) if self._ack != "local" else ()
         # A buddy where a rank writes the copy from its own memory is sent nothing.
@@ -240,7 +241,7 @@ class ShardWriter:
         )
 
     def _choose_place_of_copy(self, decision: SaveDecision, owner: int, rank: int, part: Part) -> WantedCopies:
-        """The place of the shard of the rank `owner` in this node's store, and no other."""
+        """The place of the shard of the rank `owner`: this node's store only."""
         name = _name_of(decision, owner, part)
         return WantedCopies(decision.save_id, name, decision.node_of(rank).node_id, direct_io=self._direct_io)
 
@@ -254,7 +255,7 @@ class ShardWriter:
         *,
         unchanged: UnchangedEntries | None = None,
     ) -> None:
-        """Writes the items to the stream. `unchanged` compares samples of the large ones with the last save's."""
+        """Writes the items to the stream. `unchanged` compares samples of the large items with those of the last save."""
         write_item = self._items.write_item
         write_large = write_item if unchanged is None else partial(unchanged.write_sampled, self._items)
         for group, write in zip(_split_by_size(items), (write_item, write_large), strict=True):
@@ -277,9 +278,9 @@ def _name_of(decision: SaveDecision, rank: int, part: Part) -> str:
 
 
 def sort_for_shard(items: Items) -> list[WriteItem]:
-    """Small items first, side by side: scalars and objects, which all ranks read, and read in whole blocks.
+    """Puts small items first, next to each other: scalars and objects, which all ranks read, in whole blocks.
 
-    Otherwise an optimizer's step counts, one per parameter, would make each rank read a block of neighbours for each.
+    Otherwise each rank would read a block of neighbouring data for each step count of an optimizer, one per parameter.
     """
     small, large = _split_by_size(items)
     return small + large

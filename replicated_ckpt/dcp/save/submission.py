@@ -1,4 +1,4 @@
-"""A shard that this node's agent writes, as its rank follows it, and the agent that finishes the save."""
+"""A shard that this node's agent writes while its rank follows it, and the call that has the agent finish the save."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ class AgentSilent(StoreUnavailable):
 
 
 def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
-    """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
+    """Has this node's agent end the save, and waits for it. An agent that dies is started and asked again.
 
     Raises:
         AgentSilent: it stopped answering, or could not be started again. Others: it has aborted or refused the save.
@@ -68,7 +68,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
 def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
     endpoint = read_endpoint(store.agent_directory())
     if endpoint is None:
-        raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
+        raise StoreUnavailable("this node's agent", "finish", save_id, "no agent runs there", LOG_HINT)
     path = f"/v1/saves/{save_id}/finish"
     with AgentClient(endpoint.local_address()) as client:
         try:
@@ -91,16 +91,17 @@ _never_released: list[tuple[socket.socket, memoryview | None]] = []
 
 
 class Submission:
-    """A shard that the agent has taken. The memory stays as it is until `wait` has returned or raised. One thread."""
+    """A shard that the agent has accepted. Its memory must not change until `wait` has returned or raised. One thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
     def wait(self) -> WrittenCopies:
-        """The copies of the shard, once it is durable in the node's own store.
+        """Returns the copies of the shard, once it is durable in the node's own store.
 
         Raises:
-            StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.
+            StoreUnavailable: the agent died or hangs, so the outcome is unknown. Others: the error that kept the shard
+                from being written.
         """
         while True:
             answer = _receive(self._connection)
@@ -110,11 +111,11 @@ class Submission:
                 return WrittenCopies.from_json(answer["copies"])
 
     def detach(self, memory: memoryview) -> None:
-        """As `close`; if the agent only hangs, `memory` is kept until the agent can no longer read it."""
+        """As `close`. If the agent only hangs, `memory` is kept until the agent can no longer read it."""
         _keep_while_read(self._connection, memory)
 
     def close(self) -> None:
-        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        """Ends this rank's part in the save. From then on the agent settles what it has of the save."""
         with contextlib.suppress(OSError):  # closed before, or the agent is gone, or this is a fork
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -123,13 +124,13 @@ class Submission:
 def submit(
     store: LocalStore, shard: SubmittedShard, descriptors: Sequence[int], memory: memoryview | None = None
 ) -> Submission:
-    """Gives a shard to this node's agent, which has taken it when this returns.
+    """Submits a shard to this node's agent, which has accepted it when this returns.
 
     `memory`: must not change as long as the agent may read it, even if this raises.
 
     Raises:
-        StoreUnavailable: there is no agent that takes shards. StoreDenied: it is another user's. Others: it refuses this
-            one. Nothing of it was written.
+        StoreUnavailable: no agent accepts shards. StoreDenied: it is another user's. Others: it refuses this one.
+            Nothing of the shard was written.
     """
     try:
         connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
@@ -149,9 +150,11 @@ def submit(
 
 
 def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> None:
-    """Gives the connection up, and holds the memory until the agent has, too: it is done with the shard, or dead.
+    """Drops the connection, and keeps the memory until the agent has closed it, too: the agent has then ended the
+    shard, or is dead.
 
-    An agent that was stopped and goes on reads what it was sent before. By then the next save would lie there.
+    A stopped agent that continues later reads the memory that it was sent before, where the next save's bytes would
+    otherwise lie.
     """
     fd = connection.detach()  # `connection` is closed from here on
     if fd < 0:
@@ -184,12 +187,12 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
         raise PeerProtocolError(f"{_AGENT} returned an invalid state of a shard: {answer!r}.")
     if answer["state"] == "refused":
         status = int(answer.get("status", 500))
-        raise refusal(status, json.dumps(answer).encode(), _AGENT, "submit", "the shard")
+        raise refusal(status, json.dumps(answer).encode(), _AGENT, "submit a shard to", "")
     return answer
 
 
 def _unavailable(exc: Exception) -> StoreUnavailable:
-    return StoreUnavailable(_AGENT, "submit", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)
+    return StoreUnavailable(_AGENT, "submit a shard to", "", f"{type(exc).__name__}: {exc}", LOG_HINT)
 
 
 _FOLLOW_TRIES = 3
@@ -197,7 +200,9 @@ _FOLLOW_PAUSE_S = 0.3  # an agent that starts again needs a moment until its soc
 
 
 class Follower:
-    """Waits for the outcome of one submitted shard. `end` is this outcome; `leave` ends this rank's part in the save."""
+    """Waits for the outcome of one submitted shard. `end` returns this outcome; `leave` ends this rank's part in the
+    save.
+    """
 
     def __init__(
         self,
@@ -208,7 +213,9 @@ class Follower:
         start_agent: Callable[[], object],
         submitted: Submission,
     ) -> None:
-        """The layout is closed once it is not needed. Raises StoreUnavailable: there is no thread; the agent is left."""
+        """The layout is closed when it is no longer needed. Raises StoreUnavailable: no thread can be started; the
+        agent is released.
+        """
         self._store, self._shard, self._layout, self._start_agent = store, shard, layout, start_agent
         self._staged: memoryview | None = staged
         self._submitted = submitted

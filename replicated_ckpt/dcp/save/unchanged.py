@@ -1,7 +1,8 @@
 """Entries whose bytes are those of the last committed save. They lie in a file of their own, which a save links.
 
-Samples of the bytes only choose what goes into that file. It is linked only if a 128-bit hash of each of its entries, as
-they would be written now, is that of the save that wrote it. So an entry that changes costs its samples, and no hash.
+Samples of the bytes only choose the entries of that file. It is linked only if the 128-bit hash of each entry, as it
+would be written now, equals that of the save that wrote the file. So an entry that changes costs its samples, and no
+hash.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,9 +28,9 @@ ENTRY_BYTES_MIN = 1 << 20
 
 
 class HashedStream:
-    """Hashes what is written on its way to another stream; with None it goes nowhere.
+    """Hashes bytes on their way to another stream. With None, the bytes are only hashed.
 
-    `is_sampled`: only samples of large pieces, and nothing of small ones.
+    `is_sampled`: hashes only samples of large pieces, and nothing of small ones.
     """
 
     def __init__(self, stream: Stream | None = None, *, is_sampled: bool = False) -> None:
@@ -85,7 +86,7 @@ class UnchangedFile:
         return {one.index: found for one, found in zip(self.results, self.hashes, strict=True)}
 
     def has(self, items: Items, hashes: Sequence[bytes]) -> bool:
-        """Whether the file has just these items, in this order, with these bytes."""
+        """Whether the file has exactly these items, in this order, with these bytes."""
         ours, given = [one.index for one in self.results], [item.index for item in items]
         return given == ours and list(hashes) == list(self.hashes)
 
@@ -97,9 +98,10 @@ class UnchangedFile:
 
 
 class UnchangedEntries:
-    """The unchanged entries of one rank, from save to save. `begin_save` before each, `commit` after each committed one.
+    """The unchanged entries of one rank, from save to save. Call `begin_save` before each save, `commit` after each
+    committed one.
 
-    An entry that leaves the file because it has changed never comes back: each change costs a file that is written anew.
+    An entry that leaves the file because it has changed never comes back, because each change costs a new file.
     """
 
     def __init__(self) -> None:
@@ -119,9 +121,10 @@ class UnchangedEntries:
         self._changed: Collection[MetadataIndex] = ()
 
     def begin_save(self, items: Items) -> tuple[Items, Items]:
-        """The items of the usual files, and those of the file of unchanged entries. Items that are kept stay the same.
+        """The items of the usual files, and those of the file of unchanged entries. Items that stay are the same
+        objects.
 
-        What a save that failed has found is forgotten.
+        Results of a failed save are forgotten.
         """
         self._forget()
         if not self.chosen:
@@ -136,7 +139,7 @@ class UnchangedEntries:
     def write_sampled(
         self, writer: ItemWriter, stream: Stream, item: WriteItem, planner: SavePlanner
     ) -> tuple[int, int]:
-        """As `writer.write_item`; and keeps samples of the item's bytes, if it may belong into the file."""
+        """As `writer.write_item`. Also stores samples of the item's bytes, if the item may go into the file later."""
         if not self._is_candidate(item):
             return writer.write_item(stream, item, planner)
         align(stream)
@@ -165,9 +168,9 @@ class UnchangedEntries:
         self._written = file
 
     def commit(self, checkpoint_id: str, save_id: str, *, is_helped: bool = False) -> None:
-        """The save under way is committed: the next one compares with it, and may link its file.
+        """The save under way is committed: the next save compares with it, and may link its file.
 
-        `is_helped`: other ranks copied this one's shards, which they cannot once there is such a file.
+        `is_helped`: other ranks copied this rank's shards. They cannot do that once there is such a file.
         """
         written = self._written
         self.file = None if written is None else replace(written, checkpoint_id=checkpoint_id, save_id=save_id)

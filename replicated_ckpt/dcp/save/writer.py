@@ -58,55 +58,60 @@ _GOES_ON = "The upload continues: wait again, or longer."
 class ReplicatedWriter(StorageWriter, AsyncStager):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
-    After `dcp.save` returns, the checkpoint is committed on every node of the process group. With `ack="peer"` any
-    `copies - 1` of them can vanish with their disks without a byte being lost. If it raises, the previous
-    checkpoint of that id still loads, or the error (UploadFailed, AckNotReached) means that this one is committed.
+    After `dcp.save` returns, the checkpoint is committed on every node of the process group. With `ack="peer"`, any
+    `copies - 1` of these nodes can be lost with their disks, and no byte is lost. If `dcp.save` raises, the previous
+    checkpoint of that id still loads. UploadFailed and AckNotReached may report that the new one is committed all the
+    same.
 
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
-        copies: copies of every shard, the local one counted. With fewer nodes there are as many as nodes.
-        ack: what has happened when `dcp.save` returns, or the future of `dcp.async_save` is done. "local": the shard
-            is durable on this node, and the copies follow. "peer-memory": the copies are in the peers' memory. "peer":
-            they are durable there. "object": the checkpoint is committed in the object store, too.
-        domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
-            None: REPLICATED_CKPT_DOMAIN, else its host.
-        on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
+        copies: copies of every shard, the local one included. With fewer nodes there are as many copies as nodes.
+        ack: what holds when `dcp.save` returns, or the future of `dcp.async_save` is done. "local": the shard is
+            durable on this node, and the copies follow. "peer-memory": the copies are in the peers' memory. "peer":
+            they are durable on the peers. "object": the checkpoint is committed in the object store, too.
+        domain: failure domain of this node (rack, switch, zone). Copies go to other domains where possible. None:
+            REPLICATED_CKPT_DOMAIN, else its host.
+        on_degraded: if a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and continue with fewer, or
             "raise" AckNotReached.
-        overwrite: a save to an id that exists replaces that checkpoint, which loads until the new one is committed. A
-            process warns once (ReplicatedCkptWarning) if it replaces one of a run that it neither loaded nor saved.
-            False: such a save is refused with CheckpointExists, unless parts of the old one are lost for good.
-        process_group: ranks of the save; None takes the one passed to `dcp.save`.
-        object_store: where every checkpoint goes as well, by the nodes' agents: "s3://bucket/prefix", or any URL that
-            fsspec knows. `dcp.save` does not wait for it unless ack="object"; `wait` does.
-        storage_options: how to reach it, as s3fs takes it; what is not given comes from the environment or a profile.
-        object_every: only every n-th checkpoint of the run goes there.
-        retention, object_retention: which checkpoints of the run the nodes, and the object store, keep: a
-            Retention(keep_last=3, keep_every=10), say, alike on all ranks. None: all of them. A run's checkpoints are
-            those whose ids lie in one directory.
-        checkpoint_id_from: "all": the ranks must pass one id. "coordinator": rank 0's is taken, the others' are ignored.
-        direct_io: how this rank's own file is written: "on", past the page cache where the file system takes it; "off",
-            through it; "auto", on for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO, else "auto".
-        on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
-            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
-        overlap: `dcp.async_save` returns while GPUs still copy the state, and does not wait for them. Before the state
-            changes, as in the optimizer's step, call `hold_until_copied`.
-        compare_replicas: what several ranks have under one name is compared: all of it in the first save of a process and
-            then within so many saves, "all" in each save, None never. Each value that differs is named once, by a
-            warning on rank 0, in its SaveReport and in the manifest.
+        overwrite: a save to an existing id replaces that checkpoint, which stays loadable until the new one is
+            committed. A process warns once (ReplicatedCkptWarning) if it replaces a checkpoint of a run that it neither
+            loaded nor saved. False: such a save raises CheckpointExists, unless parts of the old checkpoint are lost
+            for good.
+        process_group: ranks of the save. None: the group that was passed to `dcp.save`.
+        object_store: a bucket to which the nodes' agents upload every checkpoint: "s3://bucket/prefix", or any URL that
+            fsspec supports. `dcp.save` waits for the upload only with ack="object"; `wait()` does.
+        storage_options: access to the bucket, as s3fs takes it. Missing options come from the environment or a profile.
+        object_every: upload only every n-th checkpoint of the run.
+        retention, object_retention: which checkpoints of the run the nodes, and the object store, keep, such as
+            Retention(keep_last=3, keep_every=10); the same on all ranks. None: all of them. The checkpoints of a run
+            are those whose ids lie in one directory.
+        checkpoint_id_from: "all": the ranks must pass the same id. "coordinator": all ranks use rank 0's id.
+        direct_io: how this rank writes its own file. "on": past the page cache where the file system allows it. "off":
+            through the page cache. "auto": "on" for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO,
+            else "auto".
+        on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. Its
+            exceptions are logged. If other code than DCP calls the hooks, only the coordinator calls it.
+        overlap: `dcp.async_save` returns while GPUs still copy the state. Before the state changes, as in the
+            optimizer's step, call `hold_until_copied`.
+        compare_replicas: compare the values that several ranks have under one name. The first save of a process
+            compares all of them. Each later save compares a part, so that this number of saves compares all. "all": all
+            in each save. None: never. A value that differs is reported once by a warning on rank 0, and in its
+            SaveReport and the manifest.
         on_divergence: "raise": a save whose tensors differ fails with ReplicasDiverged before it is committed.
-        may_differ: patterns (fnmatch) of the names of entries that are not reported.
-        part_of: "weights", "optimizer" or "rest" for an entry's FQN, alike on all ranks. A rank writes a file for each,
-            so that old checkpoints can keep the weights alone. None: by the names that people and frameworks use, as
+        may_differ: patterns (fnmatch) of names of entries that may differ, and are not reported.
+        part_of: returns "weights", "optimizer" or "rest" for an entry's FQN, the same on all ranks. A rank writes a
+            file for each part, so that old checkpoints can keep the weights alone. None: by usual names, such as
             `model` and `optim`.
-        link_unchanged: large tensors whose bytes stay the same from save to save lie in a file of their own. A save links
-            that file on each node instead of writing and sending it, if a 128-bit hash shows the same bytes. Each
-            checkpoint is whole by itself, and any may be removed. False: each save writes everything.
+        link_unchanged: put large tensors whose bytes stay the same from save to save into a file of their own. If
+            128-bit hashes show the same bytes, a save links that file on each node instead of writing and sending it.
+            Each checkpoint is still complete by itself, and any may be removed. False: each save writes everything.
 
-    One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
-    memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
+    One writer serves many saves, one at a time. It is also the stager of `dcp.async_save`: it copies the state once,
+    into memory that the next save uses again. A second save waits for the first before it copies. `close` frees that
+    memory.
 
     Raises:
-        ConfigInvalid: an argument cannot work.
+        ConfigInvalid: an argument is invalid.
     """
 
     _next_id: str | os.PathLike[str] | None = None
@@ -191,7 +196,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return f"<ReplicatedWriter({used.root!r}, copies={used.copies}, ack={used.ack!r}{bucket})>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its arguments, for another process (`dcp.async_save` sends it); the process group is the default one there."""
+        """Its arguments, for another process, to which `dcp.async_save` sends them. The process group there is the
+        default one.
+        """
         kept = {"storage_options": self._storage_options, "on_save": self._on_save, "part_of": self._part_of}
         return {**vars(self.config), **kept}
 
@@ -218,40 +225,48 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._parts = replace(self._parts, config=self.config, retaining=retaining)
 
     def limit_memory(self, generations: int) -> None:
-        """For a store in memory: a save that would not fit there so many times is refused with MemoryTierShort."""
+        """For a store in memory: a save raises MemoryTierShort if the memory has no room for this number of
+        checkpoints.
+        """
         self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store, generations))
 
     def use_stager(self, stager: Stager) -> None:
-        """From now on this writer stages with a stager that another writer uses, too."""
+        """From now on this writer uses the stager of another writer."""
         self._stager = stager
 
     @property
     def last_version(self) -> Version | None:
-        """The place in its lineage of the last save that this rank wrote for; None before it, and if it was refused."""
+        """The place in its lineage of the last save that this rank wrote for. None before the first, or if it was
+        refused.
+        """
         return None if self._attempt is None else self._attempt.version
 
     # What `dcp.async_save` calls, before it saves in the background ------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies the state into this process's memory, once per byte. Waits for this writer's save before, if need be.
+        """Copies the state into this process's memory, each byte once. If this writer still saves, waits for that save
+        first.
 
-        What does not fit is not copied: a line is logged, and `synchronize_staging` waits for the write.
+        A state that does not fit into memory is not copied: a line is logged, and `synchronize_staging` waits for the
+        write.
         """
         with telling_if_left(self._process_group):
             return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
+        """When this returns, the staged tensors may change. It waits only for a state that was not copied."""
         self._stager.synchronize()
 
     def hold_until_copied(self) -> None:
-        """With `overlap`: work that is queued on GPUs' current streams from here on may change the state. Does not wait."""
+        """With `overlap`: work that is queued after this call on the GPUs' current streams may change the state. Does
+        not wait.
+        """
         self._stager.hold_until_copied()
 
     def close(self) -> None:
         """Waits for this writer's save, and frees the memory of copied states in this process.
 
-        A later `async_save` takes new memory. Out of `on_save` it waits for no save.
+        A later `async_save` allocates new memory. Called from `on_save`, it does not wait for a save.
         """
         self._stager.close()
 
@@ -316,20 +331,23 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         world.watch_call(self._attempt.break_off)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Registers this rank with the coordinator; the plan is not changed. Raises ConfigInvalid: it is not loadable."""
+        """Registers this rank with the coordinator, and leaves the plan as it is. Raises ConfigInvalid: it could not be
+        loaded.
+        """
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
         self._under_way.present(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: opens the save on every node, as SaveAttempt.decide. What each rank writes is not changed."""
+        """Coordinator: opens the save on every node, as SaveAttempt.decide. It does not change what each rank writes."""
         return self._under_way.decide(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's shard here and at its buddies.
 
-        Afterwards it holds at the level of `ack`. On failure the save is aborted on every node before this raises.
+        Afterwards the shard is safe at the level of `ack`. On failure, the save is aborted on every node before this
+        raises.
         """
         future: Future[list[WriteResult]] = Future()
         try:
@@ -351,17 +369,20 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._under_way.end()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
-        """Waits until this writer's saves are over, and their uploads; returns the ids in the object store. On any rank.
+        """Waits until this writer's saves have ended, and their uploads. Returns the ids in the object store. Works on
+        any rank.
 
-        With `ack` it waits until the last save has come to that level: with the copies that the writer makes, "local",
-        "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
-        "object", and none else. What `on_save` calls does not wait for its own save, which is committed by then.
+        With `ack`, it waits until the last save has reached that level. The levels "local", "peer-memory" and "peer",
+        up to the writer's own, are reached at the commit. With "object" the ids are returned; with any other level
+        none. A call from `on_save` does not wait for the save that it reports, which is committed by then.
 
         Raises:
-            UploadFailed: one is not there, and trying longer does not help, or the time is over; with "object" also if the
-                last was aborted, replaced or removed first, which else is only logged. Copies on nodes stand.
-            StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets so far, or
-            `timeout_s` (it may be infinite) is no number. CheckpointException, ReplicatedCkptError: the last failed.
+            UploadFailed: a checkpoint is not in the object store, and waiting longer does not help, or the time is
+                over. With "object" also if the last save was aborted, replaced or removed first; otherwise that is only
+                logged. The copies on nodes are safe.
+            StoreUnavailable: the time is over, and the save continues. ConfigInvalid: no save of this writer reaches
+                that level, or `timeout_s` (which may be infinite) is not a number. CheckpointException,
+                ReplicatedCkptError: the last save failed.
         """
         deadline = time.monotonic() + (timeout_s := check_timeout(timeout_s))
         if ack is not None:
@@ -392,7 +413,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str:
-        """The id of the next save or the one under way, as it was given; the root before any."""
+        """The id of the save under way, or of the next one, as it was passed. Before the first: the root."""
         return str(self._next_id or self._given_id or self.config.root)
 
     @classmethod

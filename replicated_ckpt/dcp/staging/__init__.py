@@ -1,1 +1,1 @@
-"""Staging: the copy of a state that an asynchronous save reads while training goes on."""
+"""Staging: the copy of a state that an asynchronous save reads while training continues."""

@@ -26,7 +26,9 @@ _PORTABLE = 1
 
 
 class PinnedPages:
-    """Pins all pages of a piece of memory, until `free` or the end of this object: before the memory moves or goes."""
+    """Pins all pages of a piece of memory, until `free` or the end of this object. Free it before the memory is moved
+    or released.
+    """
 
     def __init__(self, memory: memoryview) -> None:
         """Raises MemoryError: the system or the driver refuses; the memory is unchanged."""
@@ -228,7 +230,7 @@ def _count_local_ranks(environment: Mapping[str, str]) -> int:
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """The least of the machine's MemAvailable and what each limit above this process leaves, page cache not counted."""
+    """The machine's MemAvailable, or less if a limit above this process leaves less; page cache is not counted."""
     machine = _numbers((proc / "meminfo").read_text(encoding="ascii"))["MemAvailable:"] << 10
     return min([machine, *(max(0, left) for left in _left_by_cgroups(proc, cgroups))])
 

@@ -1,4 +1,4 @@
-"""Staging the saves of one writer: one after the other, and without a copy where there is no memory for one."""
+"""Staging the saves of one writer, one after the other. If there is no memory for a copy, a save works without one."""
 
 import gc
 import logging
@@ -80,13 +80,13 @@ class _SaveBehind:
 
 
 class Stager:
-    """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
+    """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the previous save has ended.
 
-    The save is over when the future of `dcp.async_save` is done. If the future is unknown, it is over when no tensor of
-    the copy is left, when the thread that saved has ended, or if no thread began to save within 30 s of the copy. A copy
-    that is still referred to is never written over: the next save gets memory of its own.
+    The save has ended when the future of `dcp.async_save` is done. If the future is unknown, it has ended when no
+    tensor of the copy is left, when the thread that saved has ended, or if no thread began to save within 30 s of the
+    copy. A copy that something still refers to is never overwritten: the next save gets new memory.
 
-    With `overlaps` GPUs still copy when `stage` returns: `hold_until_copied` before the state changes.
+    With `overlaps`, GPUs still copy when `stage` returns: call `hold_until_copied` before the state changes.
     """
 
     def __init__(self, *, overlaps: bool = False) -> None:
@@ -238,7 +238,8 @@ class Stager:
     def close(self) -> None:
         """Waits for the previous save, then frees the memory of copies that are no longer used.
 
-        Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it.
+        If something still refers to a copy, as the thread that saved may for a moment, its memory is freed with the
+        last reference.
         """
         self.wait_for_last()
         drop_idle_segments()

@@ -66,7 +66,7 @@ class StateCopy:
         return copied
 
     def _find(self, value: Any, seen: dict[int, Any]) -> None:
-        """Finds the tensors in a state dict that are nothing but elements; not those inside its objects."""
+        """Finds the tensors in a state dict that consist only of elements. Tensors inside its objects are not included."""
         if type(value) in _ATOMS or id(value) in seen:
             return
         # A state dict may contain itself: without `seen` this would not end.
@@ -192,9 +192,11 @@ class StateCopy:
         return self._leave(value, f"a value of {type(value).__name__} cannot be copied: {failure}")
 
     def _leave(self, value: Any, why: str) -> Any:
-        """The value itself, for a process that gets it now; or it is saved without a copy, as a synchronous save does.
+        """A value that cannot be copied. Without `memory` the copy is for another process, which gets the value itself
+        now.
 
-        Saved later without a copy, it would be as training has changed it; or the save refuses it, on all ranks.
+        Raises StagingRefused otherwise: the state is then saved without a copy, as in a synchronous save. Saved later
+        without a copy, the value would have the changes of training.
         """
         if self._memory is None:
             return value

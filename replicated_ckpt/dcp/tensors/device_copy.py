@@ -35,7 +35,8 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
 
 
 class DeviceCopies:
-    """Copies of tensors to the host: those on the CPU are made with this object, those of GPUs go on by themselves.
+    """Copies of tensors to the host. This object makes those of CPU tensors; those of GPU tensors proceed by
+    themselves.
 
     A GPU begins once its current stream has done its earlier work. The sources are kept until `wait_for_copies`.
     """

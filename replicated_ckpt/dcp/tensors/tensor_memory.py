@@ -19,9 +19,9 @@ _NUMBERS = {getattr(torch, name): numbers for name, numbers in _NUMBERS_BY_NAME.
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor on the CPU to be filled or, with a `stride`, never touched; nothing but its elements.
+    """A tensor on the CPU that consists only of elements. It is to be filled or, with a `stride`, never touched.
 
-    Under `use_deterministic_algorithms` torch fills what `torch.empty` makes, which would take all the memory.
+    Under `use_deterministic_algorithms`, torch fills the memory of `torch.empty`, so all of it would be allocated.
     """
     numbers = _NUMBERS.get(dtype, dtype)
     if stride is None:

@@ -30,7 +30,7 @@ class Writable(Protocol):
 
 
 class _Recording:
-    """A stream for `torch.save` that keeps the error of a write, as torch raises another one."""
+    """A stream for `torch.save` that keeps the error of a write, because torch raises another error instead."""
 
     def __init__(self, stream: Writable) -> None:
         self._stream = stream

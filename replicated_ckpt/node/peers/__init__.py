@@ -1,1 +1,1 @@
-"""The other nodes: their addresses, who answers, what they hold."""
+"""The other nodes: their addresses, which of them answer, and their holdings."""

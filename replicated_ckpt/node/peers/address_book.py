@@ -68,7 +68,7 @@ class PeerBook:
             # A stolen token must not lead this node to send data in the clear where TLS was known.
             if _is_downgrade(peer, known):
                 detail = "this address has no certificate fingerprint, so it is not used"
-                raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
+                raise StoreDenied(peer.label, "store the address of", "", detail, PLAIN_HINT)
         self._merge({peer.node_id: _as_given(peer) for peer in peers}, returned={peer.node_id for peer in peers})
 
     def leave(self, node_id: str) -> None:

@@ -52,7 +52,7 @@ def ask_who(address: AgentAddress) -> Who:
     """The identity of the agent at an address. Over TLS it has the key of the certificate that the address names.
 
     Raises:
-        StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
+        StoreUnavailable: no answer. StoreDenied: another agent answers. PeerProtocolError: an invalid answer.
     """
     # A deadline as well as a time-out: a byte now and then would keep the call going.
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
@@ -101,7 +101,7 @@ class DuplicateNodes:
                     self._found.pop(node_id, None)
 
     def describe(self) -> list[str]:
-        """Each in words, with the next step."""
+        """A description of each duplicate node, with the next step."""
         with self._lock:
             return [str(_two_agents(*pair)) for pair in self._found.values()]
 

@@ -55,10 +55,10 @@ class ManifestBook:
         return sorted(self._full_at)
 
     def of(self, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
-        """The manifest of every save that a node which answers holds, if one of those nodes returns a valid one.
+        """The manifest of every save on the nodes that answer, if one of those nodes returns a valid one.
 
-        If any node that is not gone has dropped the optimizer, the manifest is that of the weights alone: no node copies
-        the rest.
+        If any node that is not gone has dropped the optimizer, the manifest is that of the weights alone: no node
+        copies the rest.
         """
         holders: dict[str, list[tuple[str, str]]] = {}
         slim = set[str]()
@@ -161,7 +161,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
     """The manifest of a save, parsed and raw, from the first source that has it intact.
 
     Raises:
-        ReplicatedCkptError: none has; what the last one answered.
+        ReplicatedCkptError: no source has it. This is the answer of the last one.
     """
 
     def fetch(client: AgentClient) -> tuple[Manifest, bytes] | None:
@@ -200,7 +200,8 @@ def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], 
     """The first result that is not None.
 
     Raises:
-        ObjectMissing: there is no source, or all gave None. ReplicatedCkptError: what the last one that failed answered.
+        ObjectMissing: there is no source, or all returned None. ReplicatedCkptError: the answer of the last one that
+            failed.
     """
     last: ReplicatedCkptError = ObjectMissing("the peers", "copy", what, "no source is known")
     for address in sources:

@@ -1,4 +1,4 @@
-"""The watch: asks the other nodes again and again what they hold, and remembers the last answers."""
+"""The watch: asks the other nodes again and again for their holdings, and remembers the last answers."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ class NodeHoldings:
     beside: tuple[Holding, ...] = ()
 
     def view_of(self, node: str) -> NodeView:
-        """The node as repair and retention see it: it is up and holds this."""
+        """The node as repair and retention see it: it is up, and has these holdings."""
         writable_bytes = None if self.room is None else self.room.writable_bytes
         return NodeView(
             node, Presence.UP, self.holdings, self.unclaimed, self.node_report, writable_bytes=writable_bytes
@@ -61,7 +61,7 @@ class NodeHoldings:
 
 
 class PeerWatch:
-    """Asks every known peer what it holds, and records since when a peer is silent. One thread."""
+    """Asks every known peer for its holdings, and records since when a peer is silent. One thread."""
 
     def __init__(self, peers: PeerBook, timeouts: SilenceTimeouts, clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
@@ -134,10 +134,10 @@ def _find_intended(node: str, manifest: Manifest) -> Holding | None:
 
 
 def ask_holdings(address: AgentAddress) -> NodeHoldings:
-    """Asks a node what it holds.
+    """Asks a node for its holdings.
 
     Raises:
-        StoreUnavailable: no answer. PeerProtocolError: no sensible one.
+        StoreUnavailable: no answer. PeerProtocolError: an invalid answer.
     """
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client, client.within(HOLDINGS_DEADLINE_S):
         return parse_node_holdings(client.call("GET", "/v1/holdings?upkeep=1"), address)
@@ -147,7 +147,7 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
     """Parses a node's answer about its holdings. Entries about other nodes are dropped.
 
     Raises:
-        PeerProtocolError: it makes no sense.
+        PeerProtocolError: the answer is not valid.
     """
     with parsing(f"{address.label} sent an invalid list of its checkpoints", ConfigInvalid):
         # Before they are parsed: a hostile list would cost memory on every node that asks.

@@ -1,7 +1,7 @@
-"""The collector removes versions, saves and checkpoints that are over from this node.
+"""The collector removes from this node the versions, saves and checkpoints that are no longer needed.
 
-`core.upkeep` decides which, from the views of all nodes: superseded versions, saves in doubt that a newer save has ended,
-checkpoints that a policy retires, and those that the user has removed.
+`core.upkeep` decides which, from the views of all nodes: superseded versions, saves in doubt that a newer save has
+ended, checkpoints that a policy retires, and those that the user has removed.
 """
 
 import logging
@@ -40,10 +40,10 @@ BY_HAND = "this node's user has removed it"
 
 
 class Collector:
-    """Carries out removals. Each one reads the disk again first, so an outdated plan does no harm. One thread.
+    """Carries out removals. Each removal reads the disk again first, so an outdated plan does no harm. One thread.
 
-    `removed`: how many so far, by policy or by hand. `slimmed`: how many have lost their optimizer by policy. `failed`: the
-    removals that failed at the last look, with reasons.
+    `removed`: the number of removals so far, by policy or by hand. `slimmed`: the number of saves that have lost their
+    optimizer by policy. `failed`: the removals that failed in the last round, with reasons.
     """
 
     def __init__(self, service: NodeService, stopping: threading.Event) -> None:
@@ -60,12 +60,13 @@ class Collector:
     def retire(
         self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
     ) -> tuple[frozenset[str], bool]:
-        """Removes and slims what the policies of this node's ranks say; returns all saves that go, and whether this changed
-        any here.
+        """Removes and slims saves by the policies of this node's ranks. Returns all saves that go, and whether this
+        changed any here.
 
-        Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a removal
-        only for saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent, so less is
-        removed. `told`: this node's policies before the look; a policy that came later is applied after the next look.
+        Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a
+        removal only of saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent,
+        so less is removed. `told`: this node's policies before the survey of the nodes; a later policy is applied after
+        the next survey.
         """
         own, before = self._service.policies.read_all(), (self.removed, self.slimmed)
         self.failed = []
@@ -123,7 +124,7 @@ class Collector:
         return self._try(removal, remove)
 
     def _try(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
-        """Calls `remove` with checkpoint id and save id; whether the version was removed. One that is locked stays."""
+        """Calls `remove` with checkpoint id and save id. Returns whether the version was removed; a locked one stays."""
         try:
             is_removed = remove(removal.checkpoint_id, removal.save_id)
         except ReplicatedCkptError as exc:
@@ -142,7 +143,7 @@ class Collector:
         self._held_back = frozenset(verdict.save_id for verdict in plan.held_back)
 
     def _finish_removals(self) -> None:
-        """Finishes removals by hand that a crash, or a load that read the save, has interrupted.
+        """Completes removals by hand that were interrupted by a crash, or by a load that read the save.
 
         A removal ends once nothing of the save is here, staged or not. If the save is here again after that, the user
         has restored it, and it is protected from then on.
@@ -187,8 +188,8 @@ class Collector:
     ) -> None:
         """Removes versions and staged saves from this node that were kept until a newer one was seen whole.
 
-        `damaged`: replaced versions with a damaged manifest; every checkpoint has its copies without them. `is_stuck`: the
-        missing copies cannot be made now, perhaps as these versions take the room.
+        `damaged`: replaced versions with a damaged manifest; every checkpoint has its copies without them. `is_stuck`:
+        the missing copies cannot be made now, perhaps because these versions take the room.
 
         Raises:
             StoreError: the node's own store cannot be read.
@@ -209,7 +210,9 @@ class Collector:
             self._try(removal, self._store.drop_replaced)
 
     def _end_in_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
-        """Removes a staged save in doubt, if it is over. Only its coordinator's node can find that none will publish it."""
+        """Removes a staged save in doubt, if it has ended. Only its coordinator's node can find out that no node will
+        publish it.
+        """
         service, is_own = self._service, intent.coordinator == self._service.node_id
         decided = self._read_decided(intent.save_id)
         members = set[str]()
@@ -251,9 +254,9 @@ class Collector:
 
 
 def finish_removals(store: LocalStore) -> None:
-    """Finishes removals that a crash interrupted, when an agent starts. In a thread, as terabytes take long.
+    """Completes removals that a crash interrupted, when an agent starts. In a thread, because terabytes take long.
 
-    If the disk lacks room for the small files of an agent, it is done before this returns.
+    If the disk lacks room for the small files of an agent, the removals are done before this returns.
     """
     if lacks_room_to_start(store.root):
         _tidy(store)

@@ -21,10 +21,10 @@ Debt = tuple[str, str]
 
 
 class Draining:
-    """The unfinished work of an agent that leaves. It answers its peers meanwhile, and opens no save. One thread."""
+    """The unfinished work of an agent that stops. Meanwhile the agent answers its peers, but opens no save. One thread."""
 
     def __init__(self, service: NodeService, hurry: threading.Event) -> None:
-        """`hurry`: set once the agent is told to stop again."""
+        """`hurry`: set once the agent receives a second signal to stop."""
         self._service, self._hurry = service, hurry
         self._own = service.node_id
         # From here on no save opens: else one after the other would keep the agent for ever.
@@ -33,7 +33,9 @@ class Draining:
         self._settled: set[Debt] = set()
 
     def run(self, within_s: float, told_at: float) -> None:
-        """Returns once all is done, `hurry` is set, or `within_s` have passed since `told_at`. Logs what is left undone."""
+        """Returns once all work is done, `hurry` is set, or `within_s` have passed since `told_at`. Logs the work that
+        is left.
+        """
         deadline = told_at + within_s
         owed = self._find_owed()
         if owed:
@@ -49,7 +51,7 @@ class Draining:
             log.error("%s; exits with this unfinished: %s", why, _tell(owed))
 
     def _find_owed(self) -> dict[Debt, str]:
-        """By debt, what is missing, in words."""
+        """By unfinished save or task, a description of what is missing."""
         saves = self._open | self._find_taken()
         owed = {(save_id, self._own): why for save_id in saves if (why := self._find_own_part(save_id))}
         for save_id, nodes in self._service.finisher.read_published().items():
@@ -64,12 +66,12 @@ class Draining:
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
 
     def _find_taken(self) -> frozenset[str]:
-        """Staged saves with submitted shards: after the stop, ranks may open a save here without the agent."""
+        """Staged saves with submitted shards. After the stop, ranks may also open saves here without the agent."""
         staged = (intent.save_id for intent in self._service.store.list_staged())
         return frozenset(filter(self._service.submissions.has, staged))
 
     def _find_own_part(self, save_id: str) -> str:
-        """Why a save is not finished on this node; "" if it is over here, or does not need this agent."""
+        """Why a save is not finished on this node; "" if it has ended here, or does not need this agent."""
         service = self._service
         unwritten = service.submissions.list_unwritten(save_id)
         if unwritten:
@@ -92,7 +94,7 @@ class Draining:
         return not (service.in_doubt.has(save_id) and self._waits_in_vain((save_id, self._own)))
 
     def _is_settled(self, debt: Debt) -> bool:
-        """Whether the other node no longer needs this one. A node that said goodbye does not."""
+        """Whether the other node no longer needs this node. A node that announced its exit does not."""
         save_id, node = debt
         # Asked for nothing: its agent has ended, and each question would cost a time-out.
         if self._service.peers.is_away(node):
@@ -103,7 +105,7 @@ class Draining:
         return state not in {Answer.STAGED.value, Answer.WORKING.value}
 
     def _waits_in_vain(self, debt: Debt) -> bool:
-        """Whether a node has been silent for SILENT_S. Its part goes on when both nodes are back."""
+        """Whether a node has been silent for SILENT_S. Its part of the save continues when both nodes are back."""
         return time.monotonic() > self._silent_since.setdefault(debt, time.monotonic()) + SILENT_S
 
 

@@ -41,7 +41,7 @@ _KEPT = 64  # ends that a slow rank may still ask for
 
 @dataclass(frozen=True)
 class HelperCopy:
-    """A copy that a rank of `node` makes from its own memory. Without a size that node's agent writes it."""
+    """A copy that a rank of `node` makes from its own memory. Without a size, that node's agent writes it."""
 
     node: str
     size_bytes: int = 0
@@ -50,9 +50,9 @@ class HelperCopy:
 
 @dataclass(frozen=True)
 class Outline:
-    """A save that is complete but for the shards that agents still write: in `manifest` these have no size yet.
+    """A save that is complete except for shards that agents still write. In `manifest` these shards have no size yet.
 
-    `buddies_by_shard`: these shards, and those with `helpers_by_shard`, with the nodes for their copies. `must_have_all`:
+    `buddies_by_shard`: the nodes for the copies of these shards, and of those with `helpers_by_shard`. `must_have_all`:
     no copy may be missing.
     """
 
@@ -137,16 +137,18 @@ class Finisher:
             return save_id in self._ends and not self._ends[save_id].done()
 
     def read_published(self) -> Mapping[str, frozenset[str]]:
-        """By save decided here in the last PUBLISHED_WITHIN_S: its other nodes, which may need this one to publish."""
+        """By save that was decided here in the last PUBLISHED_WITHIN_S: its other nodes, which may need this node to
+        publish.
+        """
         since = time.monotonic() - PUBLISHED_WITHIN_S
         with self._lock:
             return {save_id: nodes for save_id, (decided_at, nodes) in self._nodes.items() if decided_at > since}
 
     def begin_finish(self, outline: Outline) -> "Future[Finished]":
-        """Finishes a save without its ranks; returns the future of its end, also if that was begun before.
+        """Finishes a save without its ranks. Returns the future of its end, also if finishing was begun before.
 
         Raises:
-            SaveAborted: it is not open. StoreUnavailable: there is no thread for it; nothing was begun.
+            SaveAborted: the save is not open. StoreUnavailable: no thread can be started for it; nothing was begun.
         """
         save_id = outline.manifest.save_id
         with self._lock:
@@ -224,7 +226,9 @@ class Finisher:
         return Finished(raw.decode(), tuple(written.values()), differing)
 
     def _abort_unwritten(self, save_id: str, why: str) -> None:
-        """Aborts the save. A failure is only logged: the ranks get the first error, which the same disk may have caused."""
+        """Aborts the save. If that fails, the failure is only logged: ranks get the first error, which may have the
+        same cause.
+        """
         try:
             self._abort(save_id, f"its shards are not all written: {why}")
         except ReplicatedCkptError as exc:
@@ -249,9 +253,10 @@ class Finisher:
     def _add_helpers(
         self, save_id: str, outline: Outline, written: Mapping[str, WrittenCopies]
     ) -> tuple[dict[str, WrittenCopies], tuple[tuple[str, str], ...]]:
-        """Adds to each shard the helpers' nodes whose file is the owner's. Also returns the copies that do not count.
+        """Adds to each shard the helpers' nodes whose file equals the owner's. Also returns the copies that do not
+        count.
 
-        A helper that fails costs a copy, and not the save.
+        A helper that fails costs a copy, but does not fail the save.
         """
         complete, differing = dict(written), []
         asked = [

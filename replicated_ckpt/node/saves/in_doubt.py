@@ -1,4 +1,4 @@
-"""Staged saves that may be over: stale ones, and those in doubt, whose end other nodes decide."""
+"""Staged saves that may have ended: stale ones, and those in doubt, whose outcome other nodes decide."""
 
 import threading
 import time
@@ -11,7 +11,8 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 
 @dataclass(frozen=True)
 class StaleSave:
-    """A save that is staged here and over: it is completed if it was decided anywhere, else removed.
+    """A save that is staged here, and that no process works on. It is completed if it was decided anywhere, else
+    removed.
 
     `may_live`: its ranks may still work on it, so it stays unless it was decided.
     """
@@ -27,7 +28,7 @@ class StaleSave:
 
 @dataclass(frozen=True)
 class InDoubtSave:
-    """A staged save that is neither completed nor removed yet, and on which no process works.
+    """A staged save that is neither completed nor removed yet, and that no process works on.
 
     It waits for an answer of one of `waits_for`, or for a retry after `failure`.
     """
@@ -48,7 +49,7 @@ class InDoubtSave:
 
 
 class InDoubtSaves:
-    """The saves in doubt, as of the last try to settle each. Safe for concurrent use."""
+    """The saves in doubt after the last attempt to settle each. Safe for concurrent use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +70,7 @@ class InDoubtSaves:
             self._by_save.pop(save_id, None)
 
     def has(self, save_id: str) -> bool:
-        """Whether the last try to settle the save left it staged although no rank or agent works on it."""
+        """Whether the last attempt to settle the save left it staged, although no rank or agent works on it."""
         with self._lock:
             return save_id in self._by_save
 

@@ -1,4 +1,4 @@
-"""Pins: versions that a load reads, and that stay on this node meanwhile."""
+"""Pins keep versions that a load reads from being removed on this node."""
 
 import threading
 import time
@@ -24,7 +24,8 @@ class _Pin:
 class Pins:
     """By reader, the save that it reads and the end of its pin; and a lock on each pinned version.
 
-    A reader reads one save at a time: its next pin ends the last one. Safe for concurrent use. Pins end with the agent.
+    A reader reads one save at a time: its next pin ends the previous one. Safe for concurrent use. Pins end with the
+    agent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,14 +61,14 @@ class Pins:
             }
 
     def end(self, session: str) -> None:
-        """Ends the pins of a session: its ranks save, so their loads are over."""
+        """Ends the pins of a session: its ranks save now, so their loads have ended."""
         with self._lock:
             for reader in [reader for reader in self._by_reader if reader.startswith(f"{session}/")]:
                 del self._by_reader[reader]
             self._release()
 
     def drop(self, save_id: str) -> None:
-        """Ends all pins of a save, by the user's order. A local process that reads it still has its own lock."""
+        """Ends all pins of a save, on the user's order. A local process that reads the save still has its own lock."""
         with self._lock:
             for reader in self._readers_of(save_id):
                 del self._by_reader[reader]

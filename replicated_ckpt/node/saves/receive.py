@@ -32,7 +32,7 @@ _HINT = "Nothing of this file was kept. Save objects that are too large for a sh
 
 
 class _Taken:
-    """The bytes received of one save, by complete shard and by shard in progress. Guarded by the lock of `Intake`."""
+    """The received bytes of one save, by complete shard and by shard in progress. Guarded by the lock of `Intake`."""
 
     def __init__(self) -> None:
         self.whole: dict[str, int] = {}
@@ -57,8 +57,8 @@ class Intake:
     def taking(self, intent: Intent, name: str, size_bytes: int | None) -> Iterator[Take]:
         """Counts one shard of a save while it is received. `size_bytes`: its size, if announced.
 
-        Raises, as what is yielded does:
-            PeerProtocolError: it, or the save with it, is larger than was announced.
+        Raises, as the yielded function does:
+            PeerProtocolError: the shard, or the save with it, is larger than announced.
         """
         taken = self._of(intent.save_id)
         this, count = object(), 0

@@ -56,7 +56,8 @@ class Body:
     """Reads a request's body, sized or chunked. One thread.
 
     Raises:
-        PeerProtocolError: its framing is wrong. ConnectionResetError: it ended in the middle. TimeoutError: it is too slow.
+        PeerProtocolError: the framing is wrong. ConnectionResetError: the body ended in the middle. TimeoutError: it
+            came too slowly.
     """
 
     def __init__(self, stream: BufferedIOBase, headers: Message) -> None:
@@ -77,7 +78,7 @@ class Body:
         self._deadline = math.inf
 
     def end_within(self, seconds: float) -> None:
-        """Sets a deadline for all further reads: a byte now and then would keep each single read going."""
+        """Sets a deadline for all further reads. Otherwise single bytes, sent slowly, would keep the body open forever."""
         self._deadline = time.monotonic() + seconds
 
     def readinto(self, target: memoryview) -> int:

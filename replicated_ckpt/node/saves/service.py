@@ -105,13 +105,14 @@ class NodeService:
         return tuple(completed)
 
     def open_save(self, intent: Intent) -> tuple[dict[str, History], tuple[StaleSave, ...]]:
-        """Opens a save. Returns the histories known here, with the reservations of other open saves, and stale saves.
+        """Opens a save. Returns the histories of this node, with the numbers reserved for other open saves, and stale
+        saves.
 
-        Stale are other attempts at this checkpoint, and earlier saves of its own process group. Another job's save is not,
-        even if no rank of this node works on it: its ranks may still be planning.
+        Stale are other attempts at this checkpoint, and earlier saves of the same process group. Another job's save is
+        not stale, even if no rank of this node works on it: its ranks may still be planning.
 
         Raises:
-            CheckpointExists, StoreError. SaveAborted: this node aborted it. StoreUnavailable: this agent was told to stop.
+            CheckpointExists, StoreError. SaveAborted: this node aborted it. StoreUnavailable: this agent is stopping.
         """
         # An opening that arrives late must not revive a save that this node has reported as aborted.
         self._refuse_over(intent.save_id, *_ABORTED)
@@ -139,14 +140,14 @@ class NodeService:
         return self._reserved.reserve(intent.save_id, scope_of(intent.checkpoint_id)), stale_saves
 
     def refuse_saves(self) -> frozenset[str]:
-        """From here on no save is opened here. Returns those that are open."""
+        """From now on no save is opened here. Returns the saves that are open."""
         with self._lock:
             self._is_leaving = True
             opened = frozenset(self._opened_at)
         return opened | {intent.save_id for intent in self.store.list_staged()}
 
     def pin(self, save_id: str, reader: str, sender: str = "") -> None:
-        """Pins a save for a load from the address `sender`: it is not removed here meanwhile."""
+        """Pins a save for a load from the address `sender`, so that it is not removed here meanwhile."""
         checkpoint_id = self.store.catalog.checkpoint_of(save_id)
         lock = None if checkpoint_id is None else lock_version(self.store.catalog, checkpoint_id, save_id)
         self.pins.pin(save_id, reader, lock, sender)
@@ -187,17 +188,19 @@ class NodeService:
         self.store.begin(intent)
 
     def list_stale_saves(self, by: Intent | None = None) -> tuple[StaleSave, ...]:
-        """Staged saves that are over, or that may be.
+        """Staged saves that have ended, or may have.
 
-        A save is over if its session has gone on to the save `by`, if `by` is a newer save of the same checkpoint, or if
-        its processes are gone. A save that is locked, or was opened just now, `may_live`: a trainer may load while it saves
-        in the background. Such a save is completed if it was decided, and otherwise left alone.
+        A save has ended if its session has begun the save `by`, if `by` is a newer save of the same checkpoint, or if
+        its processes are gone. A save that is locked, or was opened just now, `may_live`: a trainer may load while it
+        saves in the background. Such a save is completed if it was decided, and otherwise left alone.
         """
         with self.looking():
             return tuple(self._list_stale_saves(by, OPEN_GRACE_S))
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
-        """A lock against processes that open a save without the agent: a look could see the save before it is locked."""
+        """A lock against processes that open a save without the agent. Without it, a search could find the save before
+        it is locked.
+        """
         return exclusive(self.store.root_agent_directory())
 
     def _list_stale_saves(self, by: Intent | None, grace_s: float) -> Iterator[StaleSave]:
@@ -239,7 +242,9 @@ class NodeService:
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
 
     def _refuse_over(self, save_id: str, *ends: End) -> None:
-        """Raises SaveAborted: the save has ended here, in one of these ways if any are named. The journal has why."""
+        """Raises SaveAborted: the save has ended here, in one of these ways if any are named. The journal has the
+        reason.
+        """
         entry = self.store.journal.find_end(save_id)
         if entry is not None and (not ends or entry.end in ends):
             raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
@@ -297,10 +302,10 @@ class NodeService:
         return held
 
     def finish_save(self, outline: Outline) -> None:
-        """Hands the save to the finisher, which completes or aborts it without any rank.
+        """Passes the save to the finisher, which completes or aborts it without any rank.
 
         Raises:
-            SaveAborted: it is not open, or was aborted.
+            SaveAborted: the save is not open, or was aborted.
         """
         self._refuse_over(outline.manifest.save_id)
         self.finisher.begin_finish(outline)
@@ -327,7 +332,7 @@ class NodeService:
         """The answer to `GET /v1/saves/{save_id}`: the state of a save, and its checkpoint if it is committed.
 
         Raises:
-            ManifestInvalid: nothing of it is found, and a checkpoint here may be it.
+            ManifestInvalid: nothing of the save is found, but a checkpoint here with a damaged manifest may be it.
         """
         answer = self.answer_of(save_id)
         if answer is Answer.ABSENT and (unknown := next(self.store.catalog.with_invalid_manifest(), None)) is not None:
@@ -343,7 +348,7 @@ class NodeService:
     def answer_of(self, save_id: str) -> Answer:
         """Whether a save is committed, decided, staged, or absent here.
 
-        One whose decision lies here is committed before the answer, unless a newer save has its name.
+        A save whose decision lies here is committed before the answer, unless a newer save has its name.
         """
         if self.store.is_decided(save_id):
             try:
@@ -355,13 +360,13 @@ class NodeService:
         return Answer.STAGED if self.store.is_staged(save_id) else look_again(self.store.catalog, save_id)
 
     def answer_to_settle(self, save_id: str, *, is_over: bool, is_left: bool) -> dict[str, Any]:
-        """As `state_of`, for a node that settles the save. The answer is final: this node acts by it from then on.
+        """As `state_of`, for a node that settles the save. The answer is final: from then on this node acts by it.
 
-        `is_over`: the asking node has a newer save of the checkpoint or the process group; then only a rank that has locked
-        the save works on it. `is_left`: its coordinator has gone on, so no rank works on it.
+        `is_over`: the asking node has a newer save of the checkpoint or the process group, so only a rank that has
+        locked the save works on it. `is_left`: the save's coordinator has begun another save, so no rank works on it.
 
-        An undecided save that this node coordinates, and on which no rank works, is removed before the answer: it can never
-        be decided after that.
+        An undecided save that this node coordinates, and that no rank works on, is removed before the answer. After
+        that it can never be decided.
         """
         found = self._end_of(save_id)
         if found["state"] != Answer.STAGED.value:

@@ -1,6 +1,6 @@
 """Settles saves that a crash left staged: each is completed, removed, or in doubt until the right nodes answer.
 
-`core.protocol.settlement` decides; this module asks the nodes, and carries the decision out.
+`core.protocol.settlement` decides. This module asks the nodes, and carries the decision out.
 """
 
 import logging
@@ -33,11 +33,11 @@ _ENDED = "It has ended on this node: `replicated-ckpt status --root ROOT` shows 
 
 
 def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequence[AgentAddress]) -> None:
-    """Settles each save that is over. `peers` are the nodes that can be asked now, other than this one.
+    """Settles each save that has ended. `peers` are the other nodes that can be asked now.
 
-    Afterwards it is committed here if any node that answered has published it, or if it is decided here. It is removed only
-    if it can never have been committed anywhere. Otherwise it is in doubt and stays staged; the next save or load, and
-    re-protection, settle it again.
+    Afterwards a save is committed here if any node that answered has published it, or if it is decided here. It is
+    removed only if it can never have been committed anywhere. Otherwise it is in doubt and stays staged; the next save
+    or load, and re-protection, settle it again.
     """
     # For all saves together: a node that is down costs one time-out, not one for each save.
     silent: set[str] = set()
@@ -54,7 +54,7 @@ def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequen
 def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
     """Settles a save in doubt as if the nodes `lost`, which never come back, had answered that they did not publish it.
 
-    Returns the nodes that it still waits for; empty: it is completed or removed. A node that answers is never treated
+    Returns the nodes that it still waits for; empty if it is completed or removed. A node that answers is never treated
     as lost.
 
     Raises:
@@ -77,7 +77,7 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
 
 
 def _unsettled_error(service: NodeService, intent: Intent) -> ConfigInvalid:
-    """The error for a save that waits for no node and stays all the same."""
+    """The error for a save that stays staged although it waits for no node."""
     named, place = service.store.catalog.find_manifest(intent.checkpoint_id), service.store.final(intent.checkpoint_id)
     if named is not None and service.store.is_decided(intent.save_id):
         return ConfigInvalid(
@@ -99,7 +99,9 @@ def _settle_one(
     silent: set[str],
     lost: frozenset[str] = frozenset(),
 ) -> None:
-    """`silent`: nodes that did not answer before, which are not asked again. Nodes that do not answer now are added."""
+    """Settles one save. `silent`: nodes that did not answer before, and are not asked again. Nodes that do not answer
+    now are added.
+    """
     intent = stale_save.intent
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
@@ -137,9 +139,9 @@ def _settle_by_others(
     silent: set[str],
     lost: frozenset[str],
 ) -> None:
-    """Settles a save by the answers of `peers`; before it is dropped, all nodes in the address book are asked, too.
+    """Settles a save by the answers of `peers`. Before it is removed, all nodes in the address book are asked, too.
 
-    A node of another job may hold the save as a copy of a node that has lost it since.
+    A node of another job may have got a copy of the save from a node that has lost it since.
     """
     intent, known = stale_save.intent, service.peers.read_all()
     how = "left" if stale_save.is_left else "over" if stale_save.is_over else "working"
@@ -168,7 +170,8 @@ def _settle_by_others(
 def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent: set[str]) -> dict[str, Answer]:
     """By node, its answer about the save. Nodes without a valid answer are left out.
 
-    Only nodes of the save get the question that may abort it, with its ticket; the others get the plain question.
+    Only nodes of the save get the question that may abort it, with the save's ticket. The others get the plain
+    question.
     """
     by_node = {address.node_id: address for address in addresses}
     settled = f"{intent.save_id}?{urllib.parse.urlencode({'settle': how, 'ticket': intent.ticket})}"
@@ -215,7 +218,7 @@ def _carry_out(
 
 
 def _is_gone(service: NodeService, save_id: str) -> bool:
-    """Whether the save was aborted or published while nodes were asked. It is then no longer in doubt."""
+    """Whether the save was aborted or published while nodes were asked. Then it is no longer in doubt."""
     if service.store.has_intent(save_id):
         return False
     service.in_doubt.settle(save_id)
@@ -276,8 +279,9 @@ def awaits_settling(service: NodeService) -> bool:
 def follow_stale_save(service: NodeService, save_id: str) -> None:
     """Waits until the save is published or aborted here, or has been in doubt for FOLLOW_S.
 
-    While a rank or a finishing agent has locked the save, no node is asked. While the coordinator's node answers that it
-    works on the save, this goes on, however long other nodes write. An agent that ranks started does not leave meanwhile.
+    While a rank or a finishing agent has locked the save, no node is asked. While the coordinator's node answers that
+    it works on the save, the wait continues, however long other nodes write. An agent that ranks started does not exit
+    meanwhile.
     """
     with service.submissions.following():
         until, pause_s = time.monotonic() + FOLLOW_S, _PAUSE_FIRST_S

@@ -1,4 +1,5 @@
-"""The copies of one shard, in the own store and at the buddies: written in one pass, or links of files that they have.
+"""The copies of one shard, in the node's own store and at the buddies. They are written in one pass, or link existing
+files.
 
 Failed copies are sent once more.
 """
@@ -105,11 +106,11 @@ def write_copies(
 ) -> WrittenCopies:
     """Writes the output of `fill` as one shard. It is durable in the node's own store when this returns.
 
-    `is_behind`: no training waits for it, so the buddies' agents may let others have the processor first.
-    A buddy that fails is replaced by a spare, or, if none can take the copy, listed in `missed`.
+    `is_behind`: no training waits for the shard, so the buddies' agents may give other work precedence. A buddy that
+    fails is replaced by a spare, or, if no node can take the copy, listed in `missed`.
 
     Raises:
-        SaveAborted: the save was aborted elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
+        SaveAborted: the save was aborted elsewhere. StoreError: the node's own store failed. And any error of `fill`.
     """
     return begin_copies(store, wanted, buffers, fill, is_behind=is_behind).end()
 
@@ -122,7 +123,7 @@ def begin_copies(
     *,
     is_behind: bool = False,
 ) -> "CopiesUnderWay":
-    """As `write_copies`, but returns once `fill` has: the next shard is filled while this one becomes durable."""
+    """As `write_copies`, but returns once `fill` has returned: the next shard is filled while this one becomes durable."""
     path, is_durable = store.path_of_staged(wanted.save_id, wanted.name), wanted.own_durable
     # Without an fsync a power loss could leave the old bytes of a recycled file. Direct I/O would wait for the disk.
     pool = (RecycledFiles if is_durable else RoomOfRecycled)(store.root)
@@ -145,7 +146,7 @@ def begin_copies(
 
 @dataclass(frozen=True)
 class CopiesUnderWay:
-    """The copies of a shard whose bytes are on their way. `end` or `wait` must be called, once, by one thread."""
+    """The copies of a shard that are being written and sent. One thread must call `end` or `wait`, once."""
 
     store: LocalStore
     wanted: WantedCopies
@@ -154,11 +155,11 @@ class CopiesUnderWay:
     serialise: Span
 
     def wait(self) -> None:
-        """After this the bytes are not read any more, whatever became of the copies."""
+        """When this returns, the bytes are no longer read, whether or not the copies were made."""
         self.tee.join()
 
     def end(self) -> WrittenCopies:
-        """Waits for the copies, and makes up for those that failed. Raises as `write_copies`."""
+        """Waits for the copies, and replaces those that failed. Raises as `write_copies`."""
         wanted, table, outcomes = self.wanted, self.table, self.tee.join()
         # Failed copies are made again from this node's own file: without it there is nothing to send.
         if outcomes[0].error is not None:
@@ -243,8 +244,8 @@ def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = F
 def link_copies(store: LocalStore, wanted: WantedCopies, source: CommittedShard) -> WrittenCopies | None:
     """Links a committed shard as the wanted one, in the node's own store and at all its buddies.
 
-    None: one of them cannot link it. Then the shard is to be written with the same bytes, everywhere: a link that was
-    made is as good as a written file, or is replaced by one.
+    None: one of them cannot link it. Then the shard must be written with the same bytes, everywhere. A link that was
+    made already counts as a written file, or is replaced by one.
 
     Raises:
         SaveAborted: the save was aborted elsewhere.

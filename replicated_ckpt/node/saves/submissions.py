@@ -1,6 +1,7 @@
 """Shards that ranks submit: the agent reads them from the ranks' memory, hashes, writes and sends them.
 
-The memory is read by `preadv` from descriptors, never mapped: if a rank truncates it, that is an error, not SIGBUS.
+The memory is read by `preadv` from descriptors, never mapped: if a rank truncates the memory, that is an error, not
+SIGBUS.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ class SubmittedShard:
 class Submissions:
     """Writes submitted shards, a few at once, in threads of this niceness. Safe for concurrent use.
 
-    `pace`: bounds all writes and sends for them; None, or an agent that was told to stop: no bound.
+    `pace`: limits all these writes and sends. None, or an agent that is stopping: no limit.
     """
 
     def __init__(self, store: LocalStore, niceness: int = 0) -> None:
@@ -79,7 +80,9 @@ class Submissions:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """For a thread that follows a save without ranks: the agent is busy meanwhile, as the save needs it."""
+        """For a thread that follows a save without ranks: meanwhile the agent counts as busy, because the save needs
+        it.
+        """
         with self._lock:
             self._followed += 1
         try:
@@ -101,11 +104,12 @@ class Submissions:
     def take_shard(self, shard: SubmittedShard, descriptors: Sequence[int]) -> "Future[WrittenCopies]":
         """Starts to write a shard of an open save, and owns the descriptors. A shard in progress keeps its future.
 
-        The future returns the copies for the rank's receipt. It raises the first error that kept the shard from being
-        durable in the node's own store.
+        The future returns the copies for the rank's receipt. It raises the first error that kept the shard from
+        becoming durable in the node's own store.
 
         Raises:
-            StoreUnavailable: there is no thread to write it. Nothing was begun; the descriptors are closed all the same.
+            StoreUnavailable: no thread can be started to write it. Nothing was begun; the descriptors are closed all
+                the same.
         """
         key = shard.copies.save_id, shard.copies.name
         with self._lock:
@@ -129,14 +133,15 @@ class Submissions:
         """Waits until these shards are written, and returns their copies.
 
         Raises:
-            ObjectMissing: one was not submitted, or an agent died before it had written it. Others: one could not be.
+            ObjectMissing: a shard was not submitted, or an agent died before it had written it. Others: a shard could
+                not be written.
         """
         with self._lock:
             futures = {name: self._written.get((save_id, name)) for name in names}
         return [self._read_note(save_id, name) if each is None else each.result() for name, each in futures.items()]
 
     def _note(self, save_id: str, found: WrittenCopies) -> None:
-        """Records the copies on disk for the next agent: the rank may be gone, or have got its answer."""
+        """Records the copies on disk, for the agent's next process: the rank may be gone, or may have got its answer."""
         path = self._note_path(save_id, found.name)
         write_with_room(self._store.root, path, json.dumps(found.to_json()).encode(), is_flushed=False)
         if not self._store.is_staged(save_id):  # it was aborted meanwhile, and its notes removed
@@ -155,7 +160,7 @@ class Submissions:
         return found
 
     def _note_path(self, save_id: str, name: str) -> Path:
-        """Beside the intent: what ends the save removes it."""
+        """The record lies next to the intent, so the end of the save removes it."""
         return self._store.intent_path(save_id).with_name(f"{save_id}.{name}.json")
 
     def _forget_old(self) -> None:
@@ -176,9 +181,9 @@ class Submissions:
             future.set_result(found)
 
     def _write_and_close(self, shard: SubmittedShard, descriptors: Sequence[int]) -> WrittenCopies:
-        """Writes a shard. The rank's memory is closed before the future returns, so the rank can use it from then on.
+        """Writes a shard. The rank's memory is closed before the future returns, so the rank can then use it again.
 
-        Training goes on meanwhile on all nodes, so the threads have the agent's niceness.
+        Training continues meanwhile on all nodes, so the threads have the agent's niceness.
         """
         fill = partial(_fill, shard=shard, descriptors=descriptors, pace=self.pace)
         try:

@@ -1,1 +1,1 @@
-"""What a node keeps in ROOT/.agent: policies, damage, uploads and sequences."""
+"""State of a node in ROOT/.agent: policies, damage, uploads and sequences."""

@@ -1,4 +1,4 @@
-"""Damage: the files of this node that are known to be bad, until a good copy replaces them; and the scrub's progress."""
+"""Damage: the files of this node that were found to be bad, until a good copy replaces them; and the scrub's progress."""
 
 import logging
 import os
@@ -77,7 +77,7 @@ class DamageBook:
             )
 
     def note_scrubbed_to(self, checkpoint_id: str) -> None:
-        """Records the scrub's progress: it goes on after this checkpoint; "": with the first one."""
+        """Records the scrub's progress: it continues after this checkpoint; "": with the first one."""
         with self._lock:
             self.scrubbed_to = checkpoint_id
             self._write()

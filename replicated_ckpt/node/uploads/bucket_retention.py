@@ -164,7 +164,7 @@ def _judge(
 ) -> Sequence[Verdict]:
     """The verdicts on this run's saves in the bucket, and on those `besides`, by the policy of this node's ranks.
 
-    Empty if there is no policy, or if the run has gone on without this node: its policy may have changed.
+    Empty if there is no policy, or if the run has continued without this node: its policy may have changed.
     """
     policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
     if policy is None or policy.retention is None:

@@ -1,4 +1,5 @@
-"""Uploads: each agent uploads its own node's shards, and the one that finds all of them in the bucket commits.
+"""Uploads: each agent uploads its own node's shards. An agent that finds all shards in the bucket commits the save
+there.
 
 No agent is in charge. The manifest, which every holder has, lists the shards; the bucket shows which of them are there.
 So a restarted agent continues its uploads, and a node with a copy uploads the shards of a lost owner.
@@ -408,7 +409,7 @@ class Uploader:
         return mine
 
     def _look(self) -> Sequence[NodeView]:
-        """Asks the other nodes what they hold. From any thread of an upload."""
+        """Asks the other nodes for their holdings. From any thread of an upload."""
         with self._watch_lock:
             return self._watch.look()
 

@@ -138,7 +138,7 @@ class Bucket:
             ManifestInvalid: its checksum differs from the mark's. ObjectMissing: stock torch's checkpoint has no manifest.
         """
         if save.mark is None:
-            raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "none")
+            raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "no such file")
         directory = f"{save.checkpoint_id}/{save.mark.prefix}"
         if save.mark.is_slim:
             # Until its optimizer's removal is complete, the other name may have the full save's; then this one is missing.
@@ -279,8 +279,9 @@ class Bucket:
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
         """Raises unless this save may replace the committed one. Two jobs may both have found the id free.
 
-        A save replaces another run's only if it was to do so. The same holds for checkpoints without a mark, of stock torch
-        or of a newer format. One of ours with a damaged mark is replaced, since an interrupted write leaves such a mark.
+        A save replaces another run's only if that was intended. The same holds for checkpoints without a mark, of stock
+        torch or of a newer format. A checkpoint of this package with a damaged mark is replaced, since an interrupted
+        write leaves such a mark.
         """
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
         if there is None or there.save_id == manifest.save_id:

@@ -77,7 +77,7 @@ def _end_unfinished(bucket: Bucket, manifest: Manifest) -> None:
 
 
 def _list_arrived(bucket: Bucket, manifest: Manifest) -> list[str]:
-    """Objects that are this save's by their content. Without a prefix of its own, another job may use the same keys."""
+    """Objects whose content belongs to this save. Without a prefix of its own, another job may use the same keys."""
     shards = [name for name in bucket.find_arrived(manifest) if bucket.is_intact(manifest, name)]
     described = [MANIFEST_NAME] if _is_manifest_there(bucket, manifest) else []
     return [key_of(manifest, name) for name in (*described, *sorted(shards))]

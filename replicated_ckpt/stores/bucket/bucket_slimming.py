@@ -16,12 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def slim_in_bucket(bucket: Bucket, checkpoint_id: str, save_id: str) -> bool:
-    """Removes the optimizer of a committed save, or what an earlier try has left of it; False if there is none.
+    """Removes the optimizer of a committed save, or the part of it that an earlier try has left. Returns False if there
+    is none.
 
-    At every instant the checkpoint is full or has its weights alone, whole. Any number of agents may call it at once.
+    At every instant the checkpoint is full or has exactly its weights. Any number of agents may call this at once.
 
     Raises:
-        ManifestInvalid, ObjectCorrupt: its manifest or metadata is damaged; the checkpoint is as it was. StoreError
+        ManifestInvalid, ObjectCorrupt: its manifest or metadata is damaged; the checkpoint is unchanged. StoreError
     """
     key = f"{checkpoint_id}/{METADATA_NAME}"
     version, there = bucket.client.version(key), bucket.save_of(checkpoint_id)
@@ -41,7 +42,9 @@ def slim_in_bucket(bucket: Bucket, checkpoint_id: str, save_id: str) -> bool:
 
 
 def _mark(bucket: Bucket, there: BucketSave, full: Manifest, version: str) -> None:
-    """Replaces the mark of the full save by that of its weights, whose manifest comes first, under a name of its own."""
+    """Replaces the mark of the full save by that of its weights. Their manifest is written first, under a name of its
+    own.
+    """
     assert there.mark is not None
     assert full.weights is not None
     slim, key = full.slimmed(), f"{there.checkpoint_id}/{METADATA_NAME}"

@@ -1,1 +1,1 @@
-"""How a bucket is spoken to: one small interface, our own client for S3, fsspec for everything else."""
+"""Access to a bucket: one small interface, this package's own client for S3, and fsspec for everything else."""

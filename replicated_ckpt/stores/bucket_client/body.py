@@ -78,7 +78,11 @@ class BoundedSession:
             where = urlsplit(response.headers.get("Location", ""))
             to = f"{where.scheme}://{where.netloc}" if where.netloc else "elsewhere"
             raise StoreDenied(
-                self._store, "ask", "", f"{urlsplit(request.url).netloc} redirects to {to}", _REDIRECT_HINT
+                self._store,
+                "send a request to",
+                "",
+                f"{urlsplit(request.url).netloc} redirects to {to}",
+                _REDIRECT_HINT,
             )
         response.raw = _BoundedAnswer(response.raw, self._store)
         if not is_streamed:
@@ -102,7 +106,9 @@ class _BoundedAnswer:
             size_bytes += len(piece)
             if size_bytes > ANSWER_BYTES_MAX:
                 self._raw.close()
-                raise StoreError(self._store, "ask", "", f"it answers with more than {ANSWER_BYTES_MAX} bytes")
+                raise StoreError(
+                    self._store, "send a request to", "", f"it answers with more than {ANSWER_BYTES_MAX} bytes"
+                )
             yield piece
 
     def __getattr__(self, name: str) -> Any:
@@ -126,5 +132,5 @@ def read_pages(
         before, following = following, {name: page[field] for name, field in names.items() if page.get(field)}
         # A server that ignores the marker would send its first page for ever.
         if not following or following == before:
-            raise StoreError(store, "list", "", "a page announces more pages, but not where")
+            raise StoreError(store, "list", "", "a page announces a next page, but has no marker for it")
     raise StoreError(store, "list", "", f"it answers with more than {PAGES_MAX} pages")

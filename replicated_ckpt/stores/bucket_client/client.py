@@ -65,9 +65,10 @@ class ObjectClient(Protocol):
         """
 
     def copy(self, source: str, key: str) -> None:
-        """Copies an object inside the bucket; no byte of it passes through here. An error may leave a part of it.
+        """Copies an object inside the bucket; no byte of it passes through this process. An error may leave a part of
+        it.
 
-        A store that ignores the request may have written something else: the caller checks the copy.
+        A store that ignores the request may have written other bytes, so the caller checks the copy.
         """
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""S3 by botocore: parts from reused memory, checksums that the server verifies, uploads that go on after a restart."""
+"""S3 by botocore: parts from reused memory, checksums that the server verifies, uploads that continue after a restart."""
 
 import contextlib
 import functools
@@ -111,7 +111,7 @@ class S3Client:
 
     @property
     def s3(self) -> Any:
-        """botocore's client. After a refusal it is opened anew, as a credentials file may have been renewed since."""
+        """botocore's client. After a refusal it is opened anew, because a credentials file may have been renewed since."""
         if self._is_refused:
             self._s3 = self._open()
             self._is_refused = False
@@ -304,7 +304,7 @@ class S3Client:
                 raise self._refused(op, key, detail, _NOT_BELIEVED_HINT) from None
             raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
         except (botocore.parsers.ResponseParserError, LookupError, TypeError, ValueError, AttributeError) as exc:
-            detail = self.target.scrub(f"its answer makes no sense: {type(exc).__name__}: {exc}")[:400]
+            detail = self.target.scrub(f"its answer is not valid: {type(exc).__name__}: {exc}")[:400]
             raise StoreError(self.target.url, op, key, detail) from None
 
     def _error_of(self, exc: botocore.exceptions.ClientError, op: str, key: str) -> StoreError:

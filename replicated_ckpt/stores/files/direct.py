@@ -1,4 +1,4 @@
-"""Direct I/O: which file systems take it, and how a file's descriptor is switched to it and back."""
+"""Direct I/O: which file systems support it, and how a file's descriptor is switched to it and back."""
 
 import ctypes
 import errno
@@ -13,10 +13,10 @@ PAGE_BYTES = 4096
 
 
 def is_worthwhile(directory: Path, mode: str) -> bool:
-    """Whether files there are to be written past the page cache, as far as the file system lets us.
+    """Whether files there are to be written past the page cache, as far as the file system allows it.
 
-    "auto": where the file system lies on a block device of its own. Others (tmpfs, overlayfs, NFS, btrfs, ZFS) refuse
-    it, or take the flag and write through the page cache all the same. "on": tried everywhere. "off": nowhere.
+    "auto": if the file system lies on a block device of its own. Others (tmpfs, overlayfs, NFS, btrfs, ZFS) refuse it,
+    or accept the flag and still write through the page cache. "on": tried everywhere. "off": nowhere.
     """
     # Major 0: a file system without a block device of its own.
     return mode == "on" or (mode == "auto" and os.major(directory.stat().st_dev) != 0)

@@ -73,7 +73,7 @@ def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
 
 
 def is_refusal(error: StoreError) -> bool:
-    """Whether the system refused to read a file, as without permission. This is not evidence of damage."""
+    """Whether the system refused to read a file, for example without permission. This is not evidence of damage."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _REFUSALS
 
 
@@ -386,13 +386,13 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def name_small_file(path: Path, target: Path) -> None:
-    """Gives a small file one more name, or copies it if the file system has no hard links."""
+    """Gives a small file a second name, or copies it if the file system has no hard links."""
     if not link_file(path, target):
         write_file(target, path.read_bytes())
 
 
 def link_file(path: Path, target: Path) -> bool:
-    """Gives a file one more name. False: the file system has no hard links. Raises OSError"""
+    """Gives a file a second name. Returns False if the file system has no hard links. Raises OSError"""
     try:
         if is_there(target) and os.path.samestat(path.lstat(), target.lstat()):
             return True

@@ -1,7 +1,7 @@
-"""What lies under a path: something, a plain file, or nothing. An error of the system is raised, and never means "no".
+"""Whether a path exists, and whether it is a plain file. An error of the system is raised, and never means "no".
 
 From Python 3.14 on `Path.exists`, `is_dir`, `is_file` and `is_symlink` return False for any error, as `os.path.exists`
-always has. A store without permission, or on a failing disk, would count as one that was never made.
+always has. A store without permission, or on a failing disk, would then count as one that was never made.
 """
 
 import contextlib

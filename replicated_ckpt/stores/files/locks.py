@@ -33,7 +33,7 @@ _not_in_forks: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_in_forks(held: Closable) -> None:
-    """Each process forked from now on, as a data loader's worker, closes its copy of `held` at once.
+    """Each process forked from now on, such as a data loader's worker, closes its copy of `held` at once.
 
     An agent detects the end of a process by its lock or connection. A worker's copy would keep both open after that.
     Source: flock(2), "locks are associated with an open file description". Forks outside Python are not covered.
@@ -167,7 +167,7 @@ class FileLock(DescriptorLock):
 
     @classmethod
     def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
-        """Whether `acquire` would return None now, as another process holds the lock. Raises as `acquire`."""
+        """Whether `acquire` would return None now, because another process holds the lock. Raises as `acquire`."""
         lock = cls.acquire(path, shared=shared)
         if lock is not None:
             lock.release()

@@ -62,10 +62,8 @@ def check_claimable(root: Path) -> None:
 
 
 def claim_root(root: Path) -> None:
-    """As `check_root`. First makes an empty root of this user private if others can write it, as fresh mounts often are.
-
-    Raises:
-        StoreDenied: as `check_root`, or another user has put something there meanwhile. StoreUnavailable, OSError
+    """As `check_root`. First makes an empty root of this user private if others can write it, as is usual for fresh
+    mounts.
     """
     if _is_open_and_empty(root):
         with exclusive(root):  # another rank of this node may be ahead: the root is private by now, and used
@@ -83,11 +81,8 @@ def find_other_owner(root: Path) -> str | None:
 def make_private(root: Path, directory: Path, checked: os.stat_result | None = None) -> os.stat_result:
     """Makes the root and the agent's directory if they are missing, and checks them.
 
-    Afterwards `check_root` holds, and the directory and all files in it are this user's and no links. Pass the result as
-    `checked` the next time: as long as it is the same directory, no other user can have changed it.
-
-    Raises:
-        StoreDenied: another user can have put something there. ConfigInvalid: as of the group. OSError
+    Afterwards `check_root` holds, the directory and all files in it belong to this user, and none is a link. Pass the
+    result as `checked` the next time: as long as it is the same directory, no other user can have changed it.
     """
     if checked is not None and _is_same(directory, checked):
         return checked
@@ -250,7 +245,7 @@ def _check_mode(root: Path, path: Path, status: os.stat_result) -> None:
 
 
 def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
-    """The hint, by what this user can change. The user may not be the owner: kubelet's volumes are root's."""
+    """The hint, chosen by what this user can change. The user may not be the owner: kubelet's volumes belong to root."""
     if os.geteuid() in (0, status.st_uid):
         inside = "in it" if status.st_mode & stat.S_ISVTX else "elsewhere"
         step = f"Check its content, then `chmod go-w {path}`; or use a root {inside}. {TRUST_ROOT_ENV}=1 trusts all"

@@ -219,7 +219,7 @@ class Inspector:
         return self._finding(directory, manifest.save_id, shard, Problem.CORRUPT, expected, found)
 
     def _hash(self, directory: Committed, name: str) -> tuple[int, int]:
-        """Size and CRC32C of a file, as the disk has it now."""
+        """Size and CRC32C of a file, as the disk returns it now."""
         where = f"{directory.checkpoint_id}/{name}"
         with closing_fd(directory.open(name)) as fd, translate_errors(str(self._store.root), "read", where):
             return self._hash_open(fd)

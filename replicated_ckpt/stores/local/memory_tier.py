@@ -1,4 +1,6 @@
-"""The link between a store on a disk and its tier in memory, noted in both stores by the ranks, for commands."""
+"""The link between a store on a disk and its tier in memory. Ranks record it in both stores, so that commands find
+both.
+"""
 
 import json
 from collections.abc import Mapping
@@ -47,7 +49,7 @@ def find_other_disk(tier: LocalStore, store: LocalStore) -> Path | None:
 
 
 def _read(store: LocalStore) -> Mapping[str, str]:
-    """The noted roots by kind of tier; empty without a valid note."""
+    """The recorded roots by kind of tier; empty without a valid record."""
     try:
         told = json.loads(read_private(store.root_agent_directory() / NAME))
         return {str(kind): str(root) for kind, root in told.items()}

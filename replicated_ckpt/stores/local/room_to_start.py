@@ -40,7 +40,7 @@ def _fill(path: Path, size_bytes: int) -> None:
 def make_room_to_start(root: Path) -> None:
     """Removes recycled files and the reserve, if the disk has no room for an agent's small files.
 
-    They include the note of a removal: the removal that frees the disk itself needs some room.
+    One of these is the record of a removal: a removal that frees the disk needs some room itself.
     """
     if lacks_room_to_start(root):
         with translate_errors(str(root), "make room in", RECYCLED_DIR):

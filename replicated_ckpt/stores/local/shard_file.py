@@ -134,7 +134,7 @@ class FileSink:
             os.fsync(self._fd)
 
     def _cut(self) -> None:
-        """Cuts a recycled file to the written bytes: its old data behind them is another checkpoint's."""
+        """Cuts a recycled file to the written bytes: the bytes after them belong to another checkpoint."""
         if self._is_recycled:
             os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR))
 

@@ -395,10 +395,10 @@ class LocalStore:
             return has_damaged_decision(self.staging(save_id), save_id)
 
     def abort(self, save_id: str, why: str = "", *, unless_decided: bool = False) -> None:
-        """Removes a staged save, and notes why. A committed or missing save is not changed.
+        """Removes a staged save, and records the reason. A committed or missing save is not changed.
 
-        If this node coordinated the save and has not decided it, it is noted as aborted: no node has decided it.
-        `unless_decided`: a save that a rank has decided meanwhile is not changed, either.
+        If this node coordinated the save and has not decided it, its end is recorded as aborted: no node has decided
+        it. `unless_decided`: a save that a rank has decided meanwhile is not changed, either.
         """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
             if not (unless_decided and self.is_decided(save_id)):
@@ -469,7 +469,7 @@ class LocalStore:
             ObjectMissing: the file is not here, or only other saves are. ManifestVersionUnknown
         """
         if not is_checkpoint_file(name):
-            raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
+            raise ObjectMissing(str(self.root), "open", name, "this is not a file of a checkpoint")
         self.final(checkpoint_id)  # refuses what is not an id
         manifest: Manifest | None = None
         try:

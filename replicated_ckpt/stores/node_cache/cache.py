@@ -166,7 +166,7 @@ class RankCache:
         return self._shape.slot(self._map, number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the takers; returns it as it lies in its slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the takers, and returns its memory in the slot. None: each of them must fetch it."""
         slot = self._shape.slot(self._map, number)
         if piece is None:
             self.board.set_entry(number, 0, 0, 0)

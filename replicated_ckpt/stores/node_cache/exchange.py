@@ -1,6 +1,27 @@
-"""The exchange: of the data that several ranks of a node need, one rank fetches it, and the others copy it from its cache.
+"""The exchange: if several ranks of a node need the same data, one rank fetches it, and the others copy it from its cache.
 
-docs/reading.md, "Each block comes to a node once", has its invariants.
+A *piece* is a cell of 4 MiB that several ranks need. Its *fetcher* puts it into its cache, and the *takers* copy it.
+Invariants, with the code that keeps each:
+
+- S1: A cache exists before its name is sent, and keeps this name until its owner has left the load
+  (`cache._create_locked_file`, `LoadAttempt._remote_needs`).
+- S2: One decision for all ranks of a node assigns the pieces, their fetchers and takers. A rank without a cache, or with
+  a changed plan, does not share (`dcp.load.sharing`).
+- S3: A rank takes and fetches pieces in one order. Earlier pieces get memory first (`core.reading.windows.in_order`).
+- S4: A rank has three reasons to wait. A taker waits for a piece. A fetcher waits for a slot until all takers have passed
+  the piece four before. At its end, an owner waits until its takers have opened its cache, each taker's first step.
+- S5: Only its owner writes a cache. It records there when it ends, fails or shares nothing. If the owner dies, the file's
+  lock is released (`Exchange.leave`, `OtherRankCache.is_locked`).
+- S6: A taker checks the CRC32C and the number of its own copy, so the bytes are safe even if a wait is aborted
+  (`OtherRankCache.copy`).
+- S7: A rank waits for a silent rank for 5 s, the next times in this load for 1 s, and for a dead rank for 1 s. A rank
+  that waits for a working rank counts as working (`Exchange._wait_for`).
+- S8: If one rank's request to a node timed out, all ranks of its own node ask that node last. If the request was for the
+  survey or `.metadata`, all ranks of the load ask it last (`AnySource._in_order`, `plan_sharing`).
+
+Running ranks never wait in a circle: for the first piece that a running taker has not passed, the fetcher needs only a
+slot that all takers have passed. `tests/stores/node_cache/exchange_worlds.py` runs exchanges of 2 and 3 ranks in all
+orders of steps.
 """
 
 import logging
@@ -51,7 +72,7 @@ class Wait:
         self._quiet_s = 0.0
 
     def find_lost(self, caches: Mapping[int, OtherRankCache]) -> list[int]:
-        """The ranks for which no rank needs to wait any longer: dead, or silent for too long."""
+        """The ranks that no rank needs to wait for any longer: dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now
@@ -167,7 +188,7 @@ class Exchange:
         return self._cache.slot(number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the others; returns it as it lies in its slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the others, and returns its memory in the slot. None: each of them must fetch it."""
         return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:
@@ -231,7 +252,7 @@ class Exchange:
         self._cache.board.tell_silent(node)
 
     def is_silent(self, node: str) -> bool:
-        """Whether another rank met a time-out of `node`."""
+        """Whether a request of another rank to `node` has timed out."""
         return any(other.board.says_silent(node) for other in self._others.values())
 
     # The end -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The output of a conversion on a file system: written into a directory beside its place, then renamed."""
+"""The output of a conversion on a file system: written into a directory next to its place, then renamed."""
 
 import contextlib
 import os

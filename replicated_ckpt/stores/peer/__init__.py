@@ -1,1 +1,1 @@
-"""Another node's agent, as its client sees it."""
+"""Another node's agent, from its client's side."""

@@ -50,10 +50,8 @@ _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
 
 @contextlib.contextmanager
 def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
-    """For a block that parses another process's message. `what` begins the error text, as "node b answered wrongly".
-
-    Raises:
-        PeerProtocolError: a field is missing, or of another type; or the block raised one of `others`.
+    """For a block that parses another process's message. `what` is the start of the error text, such as "node b
+    answered wrongly".
     """
     try:
         yield

@@ -129,7 +129,9 @@ class AgentClient:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Requests in the block, with the peer's work, end within `seconds` or raise StoreUnavailable."""
+        """Limits the requests in the block: together with the peer's work they end within `seconds`, or raise
+        StoreUnavailable.
+        """
         # The watcher shuts down a socket, so there must be one before it starts.
         if self._connection.sock is None:
             with self.translate_errors("CONNECT", "/"):
@@ -246,7 +248,9 @@ class AgentClient:
             raise refusal(status, raw, self.address.label, method, path, wrong_token_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
-        """After a broken send: raises the error that the agent answered before it closed, if any, as of a full disk."""
+        """Called after a broken send: raises the error, such as a full disk, that the agent answered before it closed,
+        if any.
+        """
         try:
             response = self._connection.getresponse()
             self.raise_for(response.status, response.read(1 << 16), "PUT", path)

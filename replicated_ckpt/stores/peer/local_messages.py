@@ -83,7 +83,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[int
     """The next message, and its descriptors, which the caller closes.
 
     Raises:
-        EOFError: the other end is gone. OSError: it says nothing in time. PeerProtocolError: that is not a message.
+        EOFError: the other end has closed. OSError: it sends nothing in time. PeerProtocolError: that is not a message.
     """
     head, descriptors = _receive_head(connection)
     try:
@@ -101,7 +101,7 @@ def _receive_rest(connection: socket.socket, head: bytes) -> dict[str, Any]:
     (size,) = _HEAD.unpack(head)
     # Before it is read: the size is the sender's claim, and memory is taken for it.
     if size > MESSAGE_BYTES_MAX:
-        raise PeerProtocolError(f"A message of {size} bytes came through {SOCKET_NAME}.")
+        raise PeerProtocolError(f"A message of {size} bytes came through {SOCKET_NAME}: more than {MESSAGE_BYTES_MAX}.")
     raw = bytearray()
     while len(raw) < size:
         raw += _receive(connection, size - len(raw))

@@ -1,4 +1,4 @@
-"""Releases of this package that work together: those of one protocol. Others are refused with both versions named."""
+"""Releases of this package work together if they have one protocol. For others, the error names both versions."""
 
 from email.message import Message
 

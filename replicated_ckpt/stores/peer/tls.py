@@ -122,7 +122,7 @@ class PlainConnection(http.client.HTTPConnection):
         # The request's header has the token: sent unencrypted, anyone on the network could use it.
         if not is_plain_allowed(self.host):
             detail = "its address has no fingerprint of a certificate, and nothing is sent there unencrypted"
-            raise StoreDenied(self._label, "connect", "TLS", detail, PLAIN_HINT)
+            raise StoreDenied(self._label, "connect by TLS to", "", detail, PLAIN_HINT)
         if not (is_loopback(self.host) or is_network_trusted()):
             _warn_of_plain_talk(self._label)
         super().connect()
@@ -150,4 +150,4 @@ class PinnedConnection(http.client.HTTPSConnection):
         if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
             detail = f"expected the certificate with fingerprint {self._sha256[:16]}..., found {found[:16]}..."
-            raise StoreDenied(self._label, "connect", "TLS", detail, self._hint)
+            raise StoreDenied(self._label, "connect by TLS to", "", detail, self._hint)

@@ -125,7 +125,7 @@ def test_a_certificate_is_announced_by_its_agent_alone(tmp_path: Path, pair: tup
     first, second = pair
     other = fingerprint(certificate(tmp_path, "thief")[0])
     said = replace(first.endpoint.address(), tls_sha256=other, host="")
-    with second.peer() as client, pytest.raises(StoreDenied, match="does not confirm this"):
+    with second.peer() as client, pytest.raises(StoreDenied, match="does not confirm that"):
         client.call("POST", "/v1/hello", {"peer": said.to_json()})
     assert known_of(first, second).tls_sha256 == first.endpoint.tls_sha256
 

@@ -76,7 +76,7 @@ def load(root: Path, checkpoint_id: str = "latest") -> float:
 @pytest.mark.parametrize(
     ("lost", "told"),
     [
-        (SHARD, rf"Of 'step-2' \(save \w+, sequence 2\) no intact copy was found of {SHARD}\."),
+        (SHARD, rf"Newer, but without an intact copy of {SHARD}: 'step-2' \(save \w+, sequence 2\)\."),
         (".manifest.json", r"Possibly newer, but without a valid manifest: 'step-2'\."),
     ],
 )
@@ -199,6 +199,6 @@ def test_it_names_what_did_not_answer() -> None:
     )
     places = ["node a at /root (own store)", "node b at host-b:1: not reached (no answer in time)"]
     said = describe_skipped(older, [SkippedSave(newest), SkippedSave(newer)], places)
-    assert "Of 'step-1' (save 33333333, sequence 3) no intact copy was found of .manifest.json" in said
-    assert "nor of 1 other newer checkpoint. Not reached: node b at host-b:1. To load" in said
+    assert "Newer, but without an intact copy of .manifest.json: 'step-1' (save 33333333, sequence 3); 1 other" in said
+    assert "other newer checkpoint incomplete, too. Not reached: node b at host-b:1. To load" in said
     assert describe_skipped(newest, [], places) == ""

@@ -79,7 +79,7 @@ def test_another_world_is_refused_with_both_numbers(saved_by_two: Path) -> None:
     state: dict[str, Any] = {"rank": RankState(), "x": torch.zeros(2)}
     with (
         CheckpointManager(saved_by_two, copies=1) as manager,
-        pytest.raises(WorldSizeChanged, match="own state of each of 2 ranks, and 1 rank loads it") as caught,
+        pytest.raises(WorldSizeChanged, match="a RankState of each of 2 ranks, and 1 rank loads it") as caught,
     ):
         manager.restore(state)
     assert (caught.value.saved, caught.value.now) == ((2,), 1)

@@ -129,7 +129,7 @@ def test_copies_on_one_host_are_warned_of(boots: str, hosts: str, weak: int) -> 
     """With the number of hosts, and the way to name domains; where the user has named them, they count."""
     posts = on_hosts(boots)
     (said,) = list_weaknesses(decide(posts, 2, "0" * 32), 2, posts)
-    assert said.startswith(f"the 4 nodes of this save are on {hosts}. For {weak} of them, two copies")
+    assert said.startswith(f"the 4 nodes of this save are on {hosts}. For the shards of {weak} nodes, two copies")
     assert "REPLICATED_CKPT_DOMAIN" in said
     named = [replace(each, node=replace(each.node, domain=f"rack {number}")) for number, each in enumerate(posts)]
     assert list_weaknesses(decide(named, 2, "0" * 32), 2, named) == []

@@ -34,7 +34,7 @@ def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows
         SequenceFloor(store.agent_directory()).raise_to({RUN: 4}, {}, "peer")
     for sequence in (3, 4):
         with pytest.raises(
-            StoreUnavailable, match=f"number {sequence} of the run, but this node knows of number 4"
+            StoreUnavailable, match=f"number {sequence} of the run, but this node has seen number 4"
         ) as raised:
             open_unheard(store, decided(store, sequence), "host3")
         assert "load the newest checkpoint, then save" in raised.value.hint

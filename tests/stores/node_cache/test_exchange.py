@@ -120,7 +120,7 @@ def test_the_search_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_larger_worlds_have_no_circle_either(
     tmp_path: Path, ranks: int, cells: int, threads: int, faults: tuple[int, int, int], every: int
 ) -> None:
-    """More cells, threads and ranks than the fast searches have; docs/reading.md says how many states that are."""
+    """More cells, threads and ranks than the fast searches have."""
     whole = searched(tmp_path, ranks, cells, threads, faults, every)
     print(ranks, cells, threads, faults, whole.states)  # noqa: T201
     assert (whole.fetched_alone == 0) == (faults == (0, 0, 0))

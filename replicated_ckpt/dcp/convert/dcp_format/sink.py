@@ -26,7 +26,7 @@ class DcpSink:
         self._shard_bytes_max = shard_bytes_max
 
     def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
-        """Writes all of it; `.metadata` comes last, so that an output that was cut off is not a checkpoint."""
+        """Writes all of it. `.metadata` comes last, so an incomplete output is not a checkpoint."""
         planner = SourcePlanner(source, contents, progress)
         (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
         metadata.storage_data = {}
@@ -49,7 +49,7 @@ class DcpSink:
         """Reads the metadata back.
 
         Raises:
-            ObjectCorrupt: it does not describe what was to be written.
+            ObjectCorrupt: it does not describe the state that was written.
         """
         metadata = decode_metadata((path / METADATA_NAME).read_bytes(), str(path))
         wanted = {entry.name for entry in contents.entries}

@@ -119,7 +119,7 @@ class ItemsSource:
         return targets
 
     def _find_wanted(self, part: Part, chunk: Chunk, common: Chunk, target: torch.Tensor) -> list[Wanted]:
-        """The ranges to read so that `common` gets to its place in `target`."""
+        """The ranges that must be read to fill `common` into its place in `target`."""
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
         # Elements are not in rows, or the item is small: it is read whole.
@@ -148,7 +148,7 @@ class ItemsSource:
             tensor = self._tensors.read_tensor(raw)
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(
-                self._label, "convert", entry.key, f"its bytes are no tensor: {exc}", _HINT_ITEM
+                self._label, "convert", entry.key, f"its bytes are not a tensor: {exc}", _HINT_ITEM
             ) from exc
         # Intact bytes of another tensor: copied, they would be wrong numbers without a word.
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:

@@ -28,10 +28,10 @@ _Place = tuple[str, tuple[int, ...]]
 
 
 class SourcePlanner(SavePlanner):
-    """Saves the contents of a source, chunk by chunk as they lie there; chunks larger than a window are cut.
+    """Saves the contents of a source, in its own chunks. A chunk that is larger than a window is cut.
 
-    The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` gets
-    the number of bytes that were read since its last call.
+    The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` is
+    called with the number of bytes that were read since its last call.
     """
 
     def __init__(self, source: Source, contents: Contents, progress: Callable[[int], None]) -> None:
@@ -84,7 +84,7 @@ def _place_of(item: WriteItem) -> _Place:
 
 
 def parts_of(entry: TensorEntry) -> list[Part]:
-    """The parts of a tensor that are saved as an item each: its chunks, or pieces of those that are cut."""
+    """The parts of a tensor, each of which becomes an item: its chunks, or pieces of the chunks that are cut."""
     check_covered(entry)
     found = []
     for chunk in entry.chunks:

@@ -16,9 +16,9 @@ WINDOW_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: `key` is its name in the source, `name` and `path` (in the nested state dict) are those it gets.
+    """One tensor. `key` is its name in the source; `name` and `path` (in the nested state dict) are its new ones.
 
-    `chunks` are the parts that it consists of where it lies.
+    `chunks` are its parts in the source.
     """
 
     key: str
@@ -157,7 +157,7 @@ def _windows_of(entries: Iterable[TensorEntry]) -> Iterator[Part]:
 
 
 def check_covered(entry: TensorEntry) -> None:
-    """Raises ConfigInvalid unless the chunks of a tensor hold all of its elements: what is missing would be garbage."""
+    """Raises ConfigInvalid unless the chunks of a tensor hold all of its elements. Missing elements would be garbage."""
     whole = Chunk.whole(entry.shape)
     if sum(chunk.elements for chunk in entry.chunks) < whole.elements:
         raise ConfigInvalid(f"The checkpoint holds only a part of {entry.key!r}.", "Leave it out with --exclude.")

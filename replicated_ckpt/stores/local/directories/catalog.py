@@ -1,4 +1,4 @@
-"""The catalog: the committed checkpoints under a root, as they are on the disk now."""
+"""The catalog: the committed checkpoints under a root, in their present state on the disk."""
 
 import os
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ class Catalog:
         replaced = self._read_replaced(checkpoint_id, save_id)
         if replaced is not None:
             return replaced
-        raise problem or ObjectMissing(str(self.root), "open", checkpoint_id, f"not of save {save_id}")
+        raise problem or ObjectMissing(str(self.root), "open", checkpoint_id, f"it is not of save {save_id}")
 
     def manifest_path(self, checkpoint_id: str, save_id: str) -> Path:
         """The path of a save's manifest: the published one, or the name of a replaced version. It may be missing."""

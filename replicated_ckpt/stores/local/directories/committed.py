@@ -225,7 +225,7 @@ class Committed:
         return target
 
     def link(self, name: str, target: Path) -> None:
-        """Gives a file one more name, which must be free. Raises OSError"""
+        """Gives a file a second name, which must be free. Raises OSError"""
         os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
 
     def _move(self, name: str, target: Path) -> None:
@@ -336,12 +336,12 @@ def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterato
         ObjectMissing: the checkpoint is not here, or only other saves of it are. ManifestInvalid
     """
     if not is_save_id(save_id):
-        raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
+        raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is not a save id")
     with open_directory(root, checkpoint_id) as directory:
         version = directory.of_save(save_id)
         manifest = version.manifest()
         if manifest.save_id != save_id:
-            raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
+            raise ObjectMissing(str(root), "open", checkpoint_id, f"it is not of save {save_id}")
         yield directory.of_manifest(manifest), manifest
 
 

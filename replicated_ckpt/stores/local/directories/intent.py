@@ -119,11 +119,8 @@ class Intent:
 def note_place(path: Path, lineage: str, sequence: int) -> None:
     """Appends the place of an open save to its intent, so that saves opened from then on get larger sequences.
 
-    It appends, since ranks lock this very file. The note need not survive a power loss: then the coordinators' clocks
-    decide. Several ranks may call it at once.
-
-    Raises:
-        FileNotFoundError: the save is over. OSError
+    It appends, because ranks lock this file itself. The line need not survive a power loss: then the coordinators'
+    clocks decide. Several ranks may call it at once.
     """
     with closing_fd(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         write_all(fd, json.dumps({"lineage": lineage, "sequence": sequence}).encode() + b"\n")

@@ -72,12 +72,9 @@ class Journal:
     def append_end(
         self, save_id: str, end: End, why: str = "", *, after: End | None = None, is_flushed: bool = True
     ) -> None:
-        """Durably notes how a save ended. The caller has made the agent's directory.
+        """Durably records how a save ended. The caller has made the agent's directory.
 
-        `after`: only if the last noted end of the save is this one.
-
-        Raises:
-            StoreError: the end is not noted; a partly written note was revoked, if the disk allowed it.
+        `after`: records it only if the last recorded end of the save is this one.
         """
         with self._lock:
             before = self._read_on().get(save_id)

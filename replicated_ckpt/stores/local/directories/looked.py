@@ -46,7 +46,7 @@ class Looked:
 
     @property
     def holds_checkpoint(self) -> bool:
-        """Whether any file of a checkpoint lies there: one of ours, or of stock torch, whole or not."""
+        """Whether any file of a checkpoint lies there, of this package or of stock torch, complete or not."""
         return self.is_described or METADATA_NAME in self._entries or bool(self.shards)
 
     def has(self, name: str) -> bool:
@@ -91,7 +91,7 @@ class Looked:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each shard file. 0, which no shard has, for an unreadable one: it is there, and damaged."""
+        """Bytes of each shard file. 0, which no shard has, for an unreadable file: it exists, and is damaged."""
         found = {name: self.size_of(name) for name in self.shards}
         return {name: size for name, size in found.items() if size is not None}
 

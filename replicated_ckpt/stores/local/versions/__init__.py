@@ -1,1 +1,1 @@
-"""Versions under one name: what a save may replace, what is kept of it, and how it goes."""
+"""Versions under one name: which ones a save may replace, which files stay, and how a version is removed."""

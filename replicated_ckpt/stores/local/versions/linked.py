@@ -1,4 +1,4 @@
-"""Links: a shard of a committed save becomes a shard of an open one, as one more name of the same file.
+"""Links: a shard of a committed save becomes a shard of an open one, as a hard link to the same file.
 
 No committed file is ever written in place, and no file with two names is recycled. So either save may be removed, and
 the other keeps its bytes.
@@ -49,13 +49,13 @@ class CommittedShard:
 def link_shard(
     catalog: Catalog, path: Path, source: CommittedShard, is_bad: Callable[[os.stat_result], bool], *, durable: bool
 ) -> None:
-    """Gives the file of a committed shard one more name, the staged `path`. If `durable`, it survives a power loss.
+    """Makes the staged `path` a hard link to the file of a committed shard. If `durable`, it survives a power loss.
 
     `is_bad`: whether damage was found in this file.
 
     Raises:
-        ObjectMissing: the shard is not here, or not any more. ObjectCorrupt: it is damaged, or other bytes.
-        StoreError: the file system has no hard links, or something has the name.
+        ObjectMissing: the shard is not here, or was removed. ObjectCorrupt: it is damaged, or has other bytes.
+            StoreError: the file system has no hard links, or `path` exists.
     """
     root, label = str(catalog.root), f"{source.checkpoint_id}/{source.name}"
     with translate_errors(root, "link", label):
@@ -63,7 +63,7 @@ def link_shard(
         with exclusive(catalog.root / STAGING_DIR):
             entry = catalog.manifest_of(source.checkpoint_id, source.save_id).shards.get(source.name)
             if entry is None or (entry.size_bytes, entry.crc32c) != (source.size_bytes, source.crc32c):
-                raise ObjectMissing(root, "link", label, f"not of save {source.save_id}")
+                raise ObjectMissing(root, "link", label, f"it is not of save {source.save_id}")
             with (
                 open_directory(catalog.root, source.checkpoint_id) as directory,
                 closing_fd(directory.open(source.name)) as fd,

@@ -49,7 +49,8 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
     """Frees the file names of a save that is about to be published, if another version has them.
 
     The coordinator chooses names that no answering node has, so only a node that did not answer can have one of them. A
-    replaced version that blocks a name is removed first, if all of the save lies here. For an instant neither is there.
+    replaced version that blocks a name is removed first, if all of the save lies here. For an instant neither version
+    is there.
 
     Raises:
         SaveSuperseded: another version has one of the names, and stays.
@@ -88,9 +89,9 @@ def _names_taken(manifest: Manifest, taken: Collection[str], by: str) -> SaveSup
 def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
     """Durably publishes a save from its staging directory. The version published before becomes a replaced one.
 
-    All files of the save first get names in the directory, as those of an unpublished version. Two renames then publish it.
-    At every instant, and after a crash at any, readers find the old version or the new one, whole (I7). Staged files stay:
-    after a crash all of this is repeated. The caller holds `exclusive`.
+    All files of the save first get names in the directory, as those of an unpublished version. Two renames then publish
+    it. At every instant, and after a crash at any instant, readers find the complete old version or the complete new
+    one (I7). Staged files stay: after a crash all of this is repeated. The caller holds `exclusive`.
     """
     own, own_metadata = replaced_name(manifest.save_id), version_metadata_name(manifest.save_id)
     before = _save_id_in(directory)
@@ -131,14 +132,16 @@ def _is_of(path: Path, entry: ShardEntry) -> bool:
 
 
 def holds_all_shards(directory: Path, manifest: Manifest) -> bool:
-    """Whether every shard of a save lies there with the right size. Then replaced versions need not wait for others."""
+    """Whether every shard of a save lies in the directory with the right size. Then replaced versions need not wait for
+    other nodes.
+    """
     return all(_size_of(directory / name) == entry.size_bytes for name, entry in manifest.shards.items())
 
 
 def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
-    """Removes stock torch's shards in the directory of a save that was just published.
+    """Removes stock torch's shards from the directory of a save that was just published.
 
-    They have no copies and no manifest. Files with a footer of ours stay.
+    They have no copies and no manifest. Files with this package's footer stay.
     """
     for name in catalog.list_unclaimed(catalog.look(checkpoint_id)):
         path = catalog.root / checkpoint_id / name
@@ -147,7 +150,7 @@ def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
 
 
 def _keep_published(directory: Path, save_id: str) -> None:
-    """Gives manifest and metadata of the published version their names as a replaced version."""
+    """Gives manifest and metadata of the published version the names of a replaced version."""
     kept = directory / version_metadata_name(save_id)
     if not is_there(kept):  # it exists after a power loss: then `.metadata` may be the new version's already
         with contextlib.suppress(FileNotFoundError):  # its metadata was lost before
@@ -157,7 +160,7 @@ def _keep_published(directory: Path, save_id: str) -> None:
 
 
 def _link_or_move(path: Path, target: Path) -> None:
-    """Gives a file, if it exists, one more name. Without hard links it is durably renamed."""
+    """Gives a file, if it exists, a second name. Without hard links it is durably renamed."""
     with contextlib.suppress(FileNotFoundError):  # other nodes have it, or it was renamed before a crash
         if not link_file(path, target):
             path.rename(target)

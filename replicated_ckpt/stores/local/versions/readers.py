@@ -24,10 +24,11 @@ _TRIES_MAX = 5
 
 
 def look_again(catalog: Catalog, save_id: str) -> Answer:
-    """The state of a save that an unlocked look did not find. Looks again while no publication or removal runs.
+    """The state of a save that a search without the lock did not find. Searches again while no publication or removal
+    runs.
 
     Raises:
-        StoreUnavailable: one of these takes longer than LOOK_WITHIN_S. StoreError
+        StoreUnavailable: a publication or removal takes longer than LOOK_WITHIN_S. StoreError
     """
     staging = catalog.staging
     with translate_errors(str(catalog.root), "look for", save_id), exclusive(staging, LOOK_WITHIN_S):

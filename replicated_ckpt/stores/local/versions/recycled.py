@@ -1,8 +1,9 @@
-"""Recycled files: shards of the checkpoint that retention removed last. The next save writes its shards over them.
+"""Recycled files: shards of the checkpoint that retention removed last. The next save overwrites them with its own
+shards.
 
-Pages and extents that a file already has cost less than fresh ones. Files in the pool are no checkpoint, and no reader uses
-their bytes. A file leaves the pool as a `.part`. It gets a shard's name only after all of it is rewritten, cut to size and
-fsynced, and its removal from the pool is durable.
+Pages and extents that a file already has cost less than fresh ones. Files in the pool do not belong to a checkpoint,
+and no reader uses their bytes. A file leaves the pool as a `.part`. It gets a shard's name only after all of it is
+rewritten, cut to size and fsynced, and its removal from the pool is durable.
 """
 
 import contextlib
@@ -156,10 +157,10 @@ class RecycledFiles:
             fsync_directory(self._pool)
 
     def drop(self) -> int:
-        """Removes all files in the pool; returns the freed bytes.
+        """Removes all files in the pool. Returns the freed bytes.
 
-        Waits for another process that does the same: all ranks of a node meet a full disk at one moment, and the room of
-        a file becomes free only some time after its unlink.
+        Waits for another process that does the same: all ranks of a node meet a full disk at the same time, and the
+        room of a file becomes free only some time after its unlink.
         """
         with exclusive(self._pool):
             freed = self.size_bytes()
@@ -183,14 +184,14 @@ class RecycledFiles:
         yield from (Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False))
 
     def _pool_path(self, name: str) -> Path:
-        """The path of a file in the pool: no shard's name, so that no reader uses it."""
+        """The path of a file in the pool. It is not a shard's name, so no reader uses it."""
         return self._pool / (name.removesuffix(SHARD_SUFFIX) + _SUFFIX)
 
 
 class RoomOfRecycled(RecycledFiles):
-    """The same pool for files that get their name before their bytes are durable. It frees room, and returns no file.
+    """The same pool, for files that get their name before their bytes are durable. It frees room, but returns no file.
 
-    A recycled file could have its old bytes, whole, under the new name after a power loss.
+    After a power loss, a recycled file could have its complete old bytes under the new name.
     """
 
     def take_file(self, part: Path, name: str) -> int | None:
@@ -265,6 +266,6 @@ def _open_if_free(part: Path) -> int | None:
 
 
 def _group_in(directory: Path) -> int:
-    """The group of a file that is made there."""
+    """The group that a new file in the directory gets."""
     status = directory.stat()
     return status.st_gid if status.st_mode & S_ISGID else os.getegid()

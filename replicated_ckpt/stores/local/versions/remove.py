@@ -36,15 +36,16 @@ log = logging.getLogger(__name__)
 
 
 def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
-    """Removes a committed save; False, and nothing changed, if a load reads it, it is not here, or a user renamed it.
+    """Removes a committed save. Returns False, and changes nothing, if a load reads it, it is not here, or a user
+    renamed it.
 
-    Also removes recycled files, since a user who removes a checkpoint by hand wants the room.
+    Also removes recycled files: a user who removes a checkpoint by hand wants the room.
 
-    At every instant, and after a crash at any point, the checkpoint has all its files, or it is no checkpoint. Its open
+    At every instant, and after a crash at any instant, the checkpoint has all its files, or does not exist. Its open
     files stay readable. Users' files in its directory stay.
 
     Raises:
-        ConfigInvalid: no checkpoint id. StoreError
+        ConfigInvalid: this is not a checkpoint id. StoreError
     """
     is_removed = _remove(root, checkpoint_id, save_id)
     with translate_errors(str(root), "remove", RECYCLED_DIR):
@@ -80,10 +81,10 @@ def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
 
 
 def remove_replaced(catalog: Catalog, checkpoint_id: str, save_ids: Sequence[str]) -> None:
-    """Removes versions that a save, still staged, has just replaced. Versions that a load reads stay.
+    """Removes versions that a staged save has just replaced. Versions that a load reads stay.
 
-    The marks need not be durable before the files are removed: after a power loss the staged save is published again, and
-    this removal is repeated. It also completes interrupted removals. The caller holds `exclusive`.
+    The marks need not be durable before the files are removed: after a power loss the staged save is published again,
+    and this removal is repeated. It also completes interrupted removals. The caller holds `exclusive`.
     """
     for save_id in save_ids:
         _mark_as_gone(catalog, checkpoint_id, save_id)

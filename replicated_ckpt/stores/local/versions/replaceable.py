@@ -1,4 +1,6 @@
-"""Whether a save may use a checkpoint id under a root: the files there, and the versions that it would replace."""
+"""Whether a save may use a checkpoint id under a root: it depends on the files there, and the versions that it would
+replace.
+"""
 
 import os
 from pathlib import Path
@@ -16,9 +18,9 @@ _MOVE_AWAY = "Use another id, or move that directory away on every node."
 
 
 def check_decidable(root: Path, intent: Intent) -> None:
-    """Right before the decision: checks that the id of a save without overwrite is still free.
+    """Checks, right before the decision, that the id of a save without overwrite is still free.
 
-    From the decision on only the order of saves counts, since other nodes may have published this one.
+    After the decision only the order of saves counts, because other nodes may have published this one.
 
     Raises:
         CheckpointExists: another save was faster. ConfigInvalid, StoreError
@@ -51,7 +53,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_w
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Whether any file of a checkpoint lies there: one of ours, or of stock torch, whole or not."""
+    """Whether any file of a checkpoint lies there, of this package or of stock torch, complete or not."""
     try:
         return Looked("", os.scandir(directory)).holds_checkpoint
     except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,8 @@
-"""Slimming: a published version loses its optimizer, and stays as the same save with a smaller metadata and manifest.
+"""Slimming: a published version loses its optimizer. It stays the same save, with a smaller metadata and manifest.
 
-The rename of the smaller manifest is the change. Before it the version is full, after it its optimizer's files belong to no
-version. The full metadata has a second name from before the rename until the files are removed. So it marks a slimming
-that a crash interrupted, and the next start or round continues from it.
+The rename of the smaller manifest is the change. Before it the version is full. After it the optimizer's files belong
+to no version. The full metadata has a second name from before the rename until the files are removed. So it marks a
+slimming that a crash interrupted, and the next start or round completes it.
 """
 
 from pathlib import Path
@@ -30,14 +30,17 @@ from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, write_
 
 
 def slim(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
-    """Removes the optimizer of a published save; False, and nothing changed, if it has none, a load reads it, it is not
-    published here under its own name, or its publication is not complete.
+    """Removes the optimizer of a published save.
 
-    At every instant, and after a crash at any point, the checkpoint is full or has its weights alone, whole. Open files
+    Returns False, and changes nothing, in these cases: it has no optimizer, a load reads it, it is not published here
+    under its own name, or its publication is not complete.
+
+    At every instant, and after a crash at any instant, the checkpoint is full or has exactly its weights. Open files
     stay readable. `recycles`: the files go to the pool, for the next save to overwrite.
 
     Raises:
-        ConfigInvalid: no checkpoint id. ObjectCorrupt: its metadata is damaged; the checkpoint is full. StoreError
+        ConfigInvalid: this is not a checkpoint id. ObjectCorrupt: its metadata is damaged; the checkpoint is full.
+            StoreError
     """
     check_checkpoint_id(checkpoint_id)
     catalog, directory = Catalog(root), root / checkpoint_id
@@ -76,7 +79,7 @@ def _describe(root: Path, full: Manifest) -> None:
 
 
 def finish_slimming(catalog: Catalog, looked: Looked, *, recycles: bool = False) -> None:
-    """Removes what the slimming of the published version in a directory has left. The caller holds `exclusive`."""
+    """Removes the files that an interrupted slimming of the published version has left. The caller holds `exclusive`."""
     save_id, names = catalog.find_left_by_slimming(looked)
     if not save_id:
         return
