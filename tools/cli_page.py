@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from replicated_ckpt.cli.main import VERBS, parser
@@ -15,9 +16,38 @@ os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse asks for both when
 os.environ.pop(ROOT_ENV, None)  # with it `--root` is optional
 
 
+COMMON = "options of several verbs"
+_COMMON_FROM = 3
+_NAME = re.compile(r"((?:-\S+(?: [A-Z]+| {[^}]*})?,? ?)+) (.*)")
+_OPTION = re.compile(r"^  -.*(?:\n {4,}.*)*\n?", re.MULTILINE)
+
+
 def help_by_verb() -> dict[str, str]:
-    """What `replicated-ckpt VERB --help` prints, without `--help` itself. Its usage leaves out optional flags."""
-    return {verb: _help(verb) for verb in VERBS}
+    """What `replicated-ckpt VERB --help` prints, without `--help` itself. Its usage leaves out optional flags.
+
+    Options that several verbs have with the same words are the text of COMMON, and in no verb's.
+    """
+    given = {verb: _help(verb) + "\n" for verb in VERBS}
+    verbs_by_option: dict[str, list[str]] = {}
+    for verb, text in given.items():
+        for option in _OPTION.findall(text):
+            verbs_by_option.setdefault(" ".join(option.split()), []).append(verb)
+    common = {option for option, verbs in verbs_by_option.items() if len(verbs) >= _COMMON_FROM}
+
+    def keep(option: re.Match[str]) -> str:
+        return "" if " ".join(option[0].split()) in common else option[0]
+
+    shown = {COMMON: "\n".join(_describe(option, verbs_by_option[option]) for option in sorted(common))}
+    for verb, text in given.items():
+        shown[verb] = re.sub(r"\n+options:\n+$", "\n", _OPTION.sub(keep, text)).rstrip()
+    return shown
+
+
+def _describe(option: str, verbs: Sequence[str]) -> str:
+    found = _NAME.fullmatch(option)
+    assert found is not None, option
+    name, words = found.groups()
+    return f"{name}\n    {words}\n    in: {', '.join(verbs)}"
 
 
 def _help(verb: str) -> str:

@@ -13,7 +13,7 @@ def words(text: str) -> list[str]:
 
 def shown_by_verb() -> dict[str, str]:
     return dict(
-        re.findall(r"^### (\w+)\n\n```text\n(.*?)\n```$", text_of("docs/cli.md"), flags=re.DOTALL | re.MULTILINE)
+        re.findall(r"^### ([\w ]+)\n\n```text\n(.*?)\n```$", text_of("docs/cli.md"), flags=re.DOTALL | re.MULTILINE)
     )
 
 

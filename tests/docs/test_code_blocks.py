@@ -29,7 +29,6 @@ RUN_HERE = {
     "docs/getting-started.md",
     "docs/migrating.md",
     "docs/object-store.md",
-    "docs/own-tier.md",
     "docs/rank-state.md",
     "docs/reference.md",
     "docs/runbook.md",
@@ -220,8 +219,8 @@ def test_the_object_stores_examples_run(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_tier_of_ones_own_keeps_the_contract(tmp_path: Path) -> None:
-    """The client on the page passes the suite as a user runs it, and a worse one does not."""
-    (code,) = runnable_code("docs/own-tier.md")
+    """The client of the example passes the suite as a user runs it, and a worse one does not."""
+    code = text_of("examples/own_tier.py")
     worse = code.replace("AND 'v' || hex(data) = ?", "AND ? != ''")
     assert worse != code
     said = run_pytest(tmp_path, {"test_tier.py": code, "test_worse.py": worse})
