@@ -42,7 +42,7 @@ def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> 
     result = json.loads(ended.stdout)
     assert result["held"] is True
     (line,) = result["scenarios"]
-    assert (line["ranks_before"], line["ranks_after"], line["shards_lost"], line["shards"]) == (2, 2, 1, 2)
+    assert (line["ranks_before"], line["ranks_after"], line["shards_lost"], line["shards"]) == (2, 2, 2, 4)
     assert line["tensors_verified"] > 20
     assert line["bytes_peer"] > 0
     assert (workdir / "run-1" / "node-0" / "step-2" / ".metadata").exists()
@@ -64,7 +64,7 @@ def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> 
     assert (result["held"], result["skipped"]) == (True, {})
     assert result["object_store"].startswith("moto ")
     (line,) = result["scenarios"]
-    assert (line["ranks_before"], line["ranks_after"], line["shards_lost"], line["shards"]) == (2, 4, 2, 2)
+    assert (line["ranks_before"], line["ranks_after"], line["shards_lost"], line["shards"]) == (2, 4, 4, 4)
     assert line["tensors_verified"] > 20
     assert (line["bytes_local"], line["bytes_peer"]) == (0, 0)
     assert line["bytes_object"] > 0
