@@ -134,7 +134,7 @@ def _run(course: Course, where: int, verb: ModuleType, **arguments: Any) -> tupl
     printed = io.StringIO()
     with course.cluster.network.acting(Actor(where, is_agent=False)), contextlib.redirect_stdout(printed):
         try:
-            code = int(verb.run(argparse.Namespace(root=root, json=True, **arguments)))
+            code = int(verb.run(argparse.Namespace(root=root, json=True, given=[], **arguments)))
         except ReplicatedCkptError as exc:
             return repr(exc), {}
     return str(code), json.loads(printed.getvalue())
