@@ -16,10 +16,13 @@
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make docs                                          the documentation's site into build/site; a warning is an error
 #   make dist [TORCH=2.13.0] [ARGS="--extras s3"]      wheel and sdist, checked, and what works with the wheel alone
+#   make image                                         an OCI image of the agent without torch, into build/image (root)
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
+# What builds a release; the workflow passes hashed versions.
+DIST_TOOLS ?= build hatchling twine
 # Files of tests that run at once. Half of the workers begin with the files that wait (WAITING in tests/conftest.py), the others
 # compute: two cores are idle for a fifth of the time with three workers, and for less with four, which take 7:14 in place of 8:30.
 JOBS   ?= 4
@@ -39,7 +42,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image
 .DEFAULT_GOAL := test
 
 # A test reads the site in a browser: `docs` builds it.
@@ -100,9 +103,14 @@ docs:
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
 dist:
-	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet build twine
-	@.venv-dist/bin/python -m build --outdir dist . && .venv-dist/bin/twine check --strict dist/*
+	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet $(DIST_TOOLS)
+	@.venv-dist/bin/python -m build --no-isolation --outdir dist . && .venv-dist/bin/twine check --strict dist/*
 	@$(PYTHON) tools/wheel_alone.py dist/*.whl $(if $(TORCH),--torch $(TORCH)) $(ARGS)
+
+# In an environment of its own: it needs pip alone.
+image:
+	@test -x build/image-venv/bin/pip || $(PYTHON) -m venv build/image-venv
+	@PYTHON=build/image-venv/bin/python tools/agent_image/build.sh build/image $(ARGS)
 
 check: lint types fast hints
 
