@@ -17,6 +17,7 @@
 #   make docs                                          the documentation's site into build/site; a warning is an error
 #   make dist [TORCH=2.13.0] [ARGS="--extras s3"]      wheel and sdist, checked, and what works with the wheel alone
 #   make image                                         an OCI image of the agent without torch, into build/image (root)
+#   make sbom                                          CycloneDX of the wheel with its dependencies, and of the image
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -42,7 +43,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image sbom
 .DEFAULT_GOAL := test
 
 # A test reads the site in a browser: `docs` builds it.
@@ -111,6 +112,16 @@ dist:
 image:
 	@test -x build/image-venv/bin/pip || $(PYTHON) -m venv build/image-venv
 	@PYTHON=build/image-venv/bin/python tools/agent_image/build.sh build/image $(ARGS)
+
+# Of the wheel with what pip picks for it (after `make dist`), and of the image. Its tools are hashed for Python 3.11.
+sbom:
+	@test -x build/sbom-venv/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom-venv && \
+	  build/sbom-venv/bin/pip install --quiet --no-deps --require-hashes -r tools/release-requirements.txt; }
+	@mkdir -p build/sbom
+	@build/sbom-venv/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+	  -o build/sbom/replicated-ckpt.cdx.json .venv-wheel
+	@build/sbom-venv/bin/cyclonedx-py requirements --validate --output-reproducible --pyproject pyproject.toml \
+	  -o build/sbom/replicated-ckpt-agent-image.cdx.json tools/agent_image/requirements.txt
 
 check: lint types fast hints
 
