@@ -12,6 +12,7 @@
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make megatron                                    installs Megatron-Bridge for CPUs, and runs our manager in it
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
+#   make chaos [ARGS="--ways manager --points 8"]       ckpt-chaos kills two ranks at each file event: stock DCP and ours, a table
 #   make compat [ARGS="2.13.0 2.15.0"]                 checkpoints written under each version of torch, read under all
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make docs                                          the documentation's site into build/site; a warning is an error
@@ -43,7 +44,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image sbom
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image sbom chaos
 .DEFAULT_GOAL := test
 
 # A test reads the site in a browser: `docs` builds it.
@@ -74,6 +75,9 @@ bench-peers: $(STAMP)
 referee: $(STAMP)
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS),referee]'
 	@$(BIN)/python -m tests.referee $(if $(TORCH_TESTS),--torch-tests '$(TORCH_TESTS)') $(ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.referee.chaos $(ARGS)
 
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)
