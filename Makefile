@@ -12,14 +12,19 @@
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make megatron                                    installs Megatron-Bridge for CPUs, and runs our manager in it
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
+#   make chaos [ARGS="--ways manager --points 8"]       ckpt-chaos kills two ranks at each file event: stock DCP and ours, a table
 #   make compat [ARGS="2.13.0 2.15.0"]                 checkpoints written under each version of torch, read under all
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make docs                                          the documentation's site into build/site; a warning is an error
 #   make dist [TORCH=2.13.0] [ARGS="--extras s3"]      wheel and sdist, checked, and what works with the wheel alone
+#   make image                                         an OCI image of the agent without torch, into build/image (root)
+#   make sbom                                          CycloneDX of the wheel with its dependencies, and of the image
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
+# What builds a release; the workflow passes hashed versions.
+DIST_TOOLS ?= build hatchling twine
 # Files of tests that run at once. Half of the workers begin with the files that wait (WAITING in tests/conftest.py), the others
 # compute: two cores are idle for a fifth of the time with three workers, and for less with four, which take 7:14 in place of 8:30.
 JOBS   ?= 4
@@ -39,7 +44,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image sbom chaos
 .DEFAULT_GOAL := test
 
 # A test reads the site in a browser: `docs` builds it.
@@ -71,6 +76,9 @@ referee: $(STAMP)
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS),referee]'
 	@$(BIN)/python -m tests.referee $(if $(TORCH_TESTS),--torch-tests '$(TORCH_TESTS)') $(ARGS)
 
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.referee.chaos $(ARGS)
+
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)
 
@@ -100,9 +108,24 @@ docs:
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
 dist:
-	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet build twine
-	@.venv-dist/bin/python -m build --outdir dist . && .venv-dist/bin/twine check --strict dist/*
+	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet $(DIST_TOOLS)
+	@.venv-dist/bin/python -m build --no-isolation --outdir dist . && .venv-dist/bin/twine check --strict dist/*
 	@$(PYTHON) tools/wheel_alone.py dist/*.whl $(if $(TORCH),--torch $(TORCH)) $(ARGS)
+
+# In an environment of its own: it needs pip alone.
+image:
+	@test -x build/image-venv/bin/pip || $(PYTHON) -m venv build/image-venv
+	@PYTHON=build/image-venv/bin/python tools/agent_image/build.sh build/image $(ARGS)
+
+# Of the wheel with what pip picks for it (after `make dist`), and of the image. Its tools are hashed for Python 3.11.
+sbom:
+	@test -x build/sbom-venv/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom-venv && \
+	  build/sbom-venv/bin/pip install --quiet --no-deps --require-hashes -r tools/release-requirements.txt; }
+	@mkdir -p build/sbom
+	@build/sbom-venv/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml \
+	  -o build/sbom/replicated-ckpt.cdx.json .venv-wheel
+	@build/sbom-venv/bin/cyclonedx-py requirements --validate --output-reproducible --pyproject pyproject.toml \
+	  -o build/sbom/replicated-ckpt-agent-image.cdx.json tools/agent_image/requirements.txt
 
 check: lint types fast hints
 

@@ -15,6 +15,8 @@ from replicated_ckpt.testing import ObjectClientContract
 
 
 class SqliteClient:
+    has_conditions = True
+
     def __init__(self, target):
         self.target = target
         self._path = target.url.removeprefix("file://")

@@ -39,6 +39,8 @@ MAY_DIFFER = ("*running_mean", "*running_var")
 COMPARED_WITHIN = 16
 """Saves: replicas that diverge are found a few hours later at most, for less than 1 % of a save."""
 NICE_MAX = 19
+PART_MIB = (5, 512)
+"""Bounds of the parts of an upload: S3 takes none below 5 MiB, and an agent holds eight of them in memory."""
 _PAUSE_S_MAX = 1e9
 """Upper limit of pauses: `Event.wait` raises OverflowError for much longer ones, which would end the thread."""
 
@@ -306,6 +308,7 @@ class AgentConfig:
         round_every_s: pause between two rounds of re-protection while there is nothing to do.
         drain_s: how long it waits for open saves after it is told to stop; at most 120 s.
         upload_mib_per_s: pace of uploads to the object store.
+        upload_part_mib: size of the parts of an upload to S3. An agent holds eight parts in memory.
         nice: niceness, 0 to 19, of its threads that write and receive shards of asynchronous saves. If the kernel schedules
             by session (autogroup), of all its threads.
         tls_cert, tls_key: PEM files, in place of the certificate that it makes if it listens beyond loopback.
@@ -324,6 +327,7 @@ class AgentConfig:
     round_every_s: float = 15.0
     drain_s: float = DRAIN_S
     upload_mib_per_s: float = 1024.0
+    upload_part_mib: int = 16
     nice: int = 10
     tls_cert: str = ""
     tls_key: str = ""
@@ -344,6 +348,10 @@ class AgentConfig:
                 )
         if not 0 <= self.nice <= NICE_MAX:
             raise ConfigInvalid(f"{_with_variable('nice')} must be 0 to {NICE_MAX}, not {self.nice}.")
+        least, most = PART_MIB
+        if not least <= self.upload_part_mib <= most:
+            name = _with_variable("upload_part_mib")
+            raise ConfigInvalid(f"{name} must be {least} to {most}, not {self.upload_part_mib}.")
         # Ranks wait for a stopping agent by this constant: a longer drain would fail their saves.
         if self.drain_s > DRAIN_S:
             problem = f"{_with_variable('drain_s')} must be at most {DRAIN_S:g}, not {self.drain_s:g}"

@@ -157,7 +157,7 @@ def check_extra(python: Path, extra: str) -> None:
 
 
 IMPORTS: Mapping[str, str] = {
-    "test": "pytest, pytest_timeout, xdist, hypothesis, moto.server, kubernetes_validate, safetensors.torch",
+    "test": "pytest, pytest_timeout, xdist, hypothesis, moto.server, kubernetes_validate, safetensors.torch, ckpt_chaos",
     "dev": "mypy.api, ruff",
     "referee": "expecttest",
     **{name: f"replicated_ckpt.integrations.{name}" for name in INTEGRATIONS},

@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     number("--scrub-mib-per-s", "rate of the scrub, which re-reads the store (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
+    number("--upload-part-mib", "size of the parts of an upload to S3, 5 to 512 (default: %(default)s)", int)
     number("--scrub-every-s", "pause between two scrubs (default: %(default)s)")
     number("--round-every-s", "pause between two rounds of re-protection (default: %(default)s)")
     number("--drain-s", "after SIGTERM, complete open saves for at most this time (default and maximum: %(default)s)")

@@ -212,7 +212,7 @@ class Agent:
             on_seen=self._on_seen,
             idle_pause_s=config.round_every_s,
         )
-        book = UploadBook(self._service.store.agent_directory())
+        book = UploadBook(self._service.store.agent_directory(), config.upload_part_mib << 20)
         uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
         self._uploader = Uploader(self._service, book, uploading, timeouts, self._stopping, self._reprotector.suspect)
         self._scrubber = Scrubber(

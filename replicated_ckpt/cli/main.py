@@ -11,7 +11,7 @@ from typing import TextIO
 
 from replicated_ckpt.cli.completion import complete, is_completing
 from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.version import __version__
 
 VERBS = {
@@ -78,6 +78,18 @@ def _write(stream: TextIO, text: str) -> bool:
     return True
 
 
+def _run(arguments: argparse.Namespace) -> int:
+    """Runs the verb. Raises ConfigInvalid: it needs torch, which the image of the agent does not have."""
+    try:
+        return int(arguments.run(arguments))
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        problem = f"`{arguments.verb}` needs torch, which this Python ({sys.executable}) does not have."
+        hint = "Run it where the job runs. It finds the checkpoints of all nodes, also from there."
+        raise ConfigInvalid(problem, hint) from exc
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code, also for each of our errors that its verb raises."""
     _open_closed_streams()
@@ -94,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if any("\0" in text for text in given):  # in this process: no shell passes one on
                 known.error("arguments must not contain NUL")
             arguments = known.parse_args(given, argparse.Namespace(given=given))
-            return int(arguments.run(arguments))
+            return _run(arguments)
         finally:
             # Here a full disk or a closed pipe is still an error of ours, not of the interpreter's end.
             sys.stdout.flush()

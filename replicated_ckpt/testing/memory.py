@@ -14,6 +14,8 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 class MemoryClient:
     """An ObjectClient over a dict. Tests may read and change `objects` directly."""
 
+    has_conditions = True
+
     def __init__(self, target: ObjectTarget) -> None:
         self.target = target
         self.objects: dict[str, bytes] = {}

@@ -1,5 +1,6 @@
 """The agent's verbs of the object tier: name a bucket, probe it, follow an upload, order one, remove a save there."""
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,14 +18,17 @@ from replicated_ckpt.node.state.upload_book import UNKNOWN_HINT, UploadBook
 from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save
+from replicated_ckpt.stores.bucket.conditions import Trial, try_conditions
 from replicated_ckpt.stores.bucket_client.client import AWAY_HINT
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.threads import start_worker
 
+log = logging.getLogger(__name__)
+
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
 """How long a save waits for a bucket: the first time, when all its checkpoints are listed, and later."""
-_NOTHING = {"is_empty": False, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": ""}
+_NOTHING = {"is_empty": False, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": "", "weakness": ""}
 
 
 class Prober:
@@ -36,11 +40,14 @@ class Prober:
         self._under_way: set[str] = set()
         self._begun: set[str] = set()
         self._holdings_by_url: dict[str, tuple[Holding, ...]] = {}
+        self._tried: set[str] = set()
+        self._weak_by_url: dict[str, Trial] = {}
 
     def probe(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
         """Whether a bucket can be reached, what lies under a checkpoint's name, and the lineages in its directory of ids.
 
         A bucket that does not answer in time counts as unavailable; while its last probe still runs, at once.
+        `weakness`: what the trial of its conditional writes has found, in one answer only.
         """
         with self._lock:
             # A bucket that hangs must not get one more thread with each save.
@@ -58,7 +65,7 @@ class Prober:
                 return _describe_failure(exc)
             thread.join(wait_s)
         late = StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet", AWAY_HINT)
-        return found[0] if found else _describe_failure(late)
+        return {**(found[0] if found else _describe_failure(late)), "weakness": self._take_weakness(url)}
 
     def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
         try:
@@ -70,11 +77,47 @@ class Prober:
             if there is not None:
                 told |= {"save_id": there.save_id, "lineage": there.mark.lineage if there.mark else ""}
             found.append({**_NOTHING, **told})
+            self._try_conditions(url, bucket)
         except ReplicatedCkptError as exc:
             found.append(_describe_failure(exc))
         finally:
             with self._lock:
                 self._under_way.discard(url)
+
+    def _try_conditions(self, url: str, bucket: Bucket) -> None:
+        """Tries the conditional writes of a bucket that no agent has tried. The next answer has the weakness."""
+        if url in self._tried:
+            return
+        self._tried.add(url)
+        try:
+            trial = try_conditions(bucket.client)
+            if trial is not None and trial.describe_weakness(url):
+                with self._lock:
+                    self._weak_by_url[url] = trial
+            elif trial is not None:
+                trial.keep(bucket.client)
+        except ReplicatedCkptError as exc:
+            log.warning("the next agent tries the conditional writes to %s again: %s", url, exc)
+
+    def _take_weakness(self, url: str) -> str:
+        """The weakness of a bucket that no rank has had, or "". Only now the bucket gets the outcome."""
+        with self._lock:
+            trial = self._weak_by_url.pop(url, None)
+        if trial is None:
+            return ""
+        weakness = trial.describe_weakness(url)
+        log.warning("%s", weakness)
+        try:
+            start_worker(self._keep, url, trial, name="rckpt-trial")
+        except StoreUnavailable as exc:
+            log.warning("the next agent tries the conditional writes to %s again: %s", url, exc)
+        return weakness
+
+    def _keep(self, url: str, trial: Trial) -> None:
+        try:
+            trial.keep(self._book.bucket(url).client)
+        except ReplicatedCkptError as exc:
+            log.warning("the next agent tries the conditional writes to %s again: %s", url, exc)
 
     def _histories(self, url: str, bucket: Bucket, scope: str) -> Mapping[str, Any]:
         """The histories in the bucket. It is listed once: from then on this run makes the newest saves."""

@@ -52,12 +52,14 @@ class Probed:
     """The bucket's answer before a save: the plan, the lineages committed in the bucket, and a problem or "".
 
     `named` has the lineage of the save that has the checkpoint's name in the bucket, as `Opened` has it of nodes.
+    `weakness`: the first use of the bucket has shown that its conditional writes do not exclude each other.
     """
 
     plan: UploadPlan
     histories: Histories = field(default_factory=dict)
     problem: str = ""
     named: frozenset[str] = frozenset()
+    weakness: str = ""
 
 
 class ObjectTier:
@@ -123,7 +125,8 @@ class ObjectTier:
         # Under a prefix of its own a save never overwrites files that a load of the old one may be reading.
         plan = UploadPlan(url, has_own_prefix=is_on_nodes or not found["is_empty"], replaces=found["save_id"])
         named = frozenset({str(found["lineage"])} if found["save_id"] else ())
-        return Probed(plan, histories_from_json(found["histories"]), problem, named)
+        weakness = str(found.get("weakness", ""))  # an older agent tries no conditional writes
+        return Probed(plan, histories_from_json(found["histories"]), problem, named, weakness)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
         """Notes that a save for the bucket is written. `wait_for_upload` waits for that save, even before its commit."""

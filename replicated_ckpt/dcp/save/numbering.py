@@ -49,6 +49,8 @@ def assign_sequence(
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
+    if found.weakness:
+        problems = [*problems, found.weakness]
     problems += _describe_replaced(decision, opened.named | found.named, seen)
     return replace(decision, upload=found.plan), [*unreached, *problems]
 

@@ -10,6 +10,7 @@ from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.state.state_file import StateFile
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.upload_source import BegunUpload
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -28,7 +29,8 @@ class UploadBook:
     have an entry. Safe for concurrent use. `bucket` caches opened buckets until the credentials change.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, part_bytes: int = PART_BYTES) -> None:
+        self._part_bytes = part_bytes
         self._file = StateFile(directory / NAME, 0o600)
         self._lock = threading.Lock()
         targets, self._url_by_save, begun = self._file.read_state(_parse) or ([], {}, [])
@@ -73,7 +75,7 @@ class UploadBook:
             return known
         if target is None:
             raise ConfigInvalid(f"No rank of this node has named the object store {url}.", UNKNOWN_HINT)
-        opened = Bucket(open_client(target))  # it may look for credentials for seconds
+        opened = Bucket(open_client(target, self._part_bytes))  # it may look for credentials for seconds
         with self._lock:
             # New credentials may have come meanwhile: a client with the old ones must not be kept.
             is_current = self._target_by_url.get(url) == target

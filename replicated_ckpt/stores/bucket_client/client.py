@@ -8,7 +8,7 @@ from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 PART_BYTES = 16 << 20
-"""Least size of the parts of an upload, in bytes."""
+"""Least size of the parts of an upload, in bytes, unless the agent has another one (`--upload-part-mib`)."""
 PARTS_PARALLEL = 4
 AWAY_HINT = "The nodes' copies are safe, and agents retry uploads. If it still fails, check the URL and the network."
 ARCHIVED = "InvalidObjectState"
@@ -34,6 +34,8 @@ class ObjectClient(Protocol):
     """
 
     target: ObjectTarget
+    has_conditions: bool
+    """Whether `put_over` asks the store for a conditional write. The store may still ignore the condition."""
 
     def list_keys(self, directory: str) -> Listing:
         """Objects and directories directly under `directory` ("" or "a/b/"); empty if there are none."""

@@ -35,6 +35,8 @@ class DirectoryClient:
     a commit and at every read.
     """
 
+    has_conditions = False
+
     def __init__(self, target: ObjectTarget) -> None:
         self.target = target
         self._root = Path(target.url.partition("://")[2])

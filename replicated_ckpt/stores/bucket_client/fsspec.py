@@ -27,7 +27,6 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_packa
 
 LIST_TIMEOUT_S = 300.0
 """Limit of one listing, which comes in pages of a thousand names, of a read, a small write or a removal."""
-_S3FS_DEFAULTS = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
 
 
 def _without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,12 +70,15 @@ class _PacedCallback(Callback):  # type: ignore[misc]
 class FsspecClient:
     """An ObjectClient over fsspec. See ObjectClient for the contract."""
 
-    def __init__(self, target: ObjectTarget) -> None:
+    has_conditions = False
+
+    def __init__(self, target: ObjectTarget, part_bytes: int = PART_BYTES) -> None:
         self.target = target
+        self._part_bytes = part_bytes
         # A cached instance may hold an old token, and a cached listing hides objects of other nodes.
         defaults: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if target.scheme in ("s3", "s3a"):
-            defaults |= _S3FS_DEFAULTS
+            defaults |= {"default_block_size": part_bytes, "max_concurrency": PARTS_PARALLEL}
             target = replace(target, options=_without_redirects(target.options))
         if target.is_directory:
             defaults = {"auto_mkdir": True}
@@ -157,7 +159,7 @@ class FsspecClient:
         source.check_all()
         with self.translate_errors("write", key):
             is_s3 = self.target.scheme in ("s3", "s3a")
-            extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
+            extra = {"chunksize": self._part_bytes, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
             # Not `open(path, "wb")`: an exception inside that block commits a truncated object.
             self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         source.check_stored(self.target.url, key, self.size_bytes(key))

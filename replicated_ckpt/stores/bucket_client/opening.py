@@ -4,15 +4,15 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
-from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
 from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_package
 
 _S3_SCHEMES = ("s3", "s3a")
 
 
-def open_client(target: ObjectTarget) -> ObjectClient:
-    """A client for a bucket. It sends no request yet.
+def open_client(target: ObjectTarget, part_bytes: int = PART_BYTES) -> ObjectClient:
+    """A client for a bucket. It sends no request yet. `part_bytes`: the least size of the parts of an upload to S3.
 
     S3 uses botocore, a dependency of s3fs, if it supports all options: it takes fewer copies and less CPU time than s3fs
     (docs/measurements.md has the figures). A directory uses system calls, without options. Anything else uses fsspec.
@@ -31,10 +31,10 @@ def open_client(target: ObjectTarget) -> ObjectClient:
         from replicated_ckpt.stores.bucket_client.s3 import S3Client, can_honour
 
         if can_honour(target.options):
-            return S3Client(target)
+            return S3Client(target, part_bytes)
     from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 
-    return FsspecClient(target)
+    return FsspecClient(target, part_bytes)
 
 
 def _read_configuration(scheme: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.body import MemoryBody, read_pages
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Paced
+from replicated_ckpt.stores.bucket_client.client import PARTS_PARALLEL, Paced
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -29,6 +29,7 @@ class MultipartClient(Protocol):
     bucket: str
     prefix: str
     has_checksums: bool
+    part_bytes: int
 
     @property
     def s3(self) -> Any:
@@ -52,7 +53,7 @@ class MultipartUpload:
         self._key = key
         self._source = source
         self._paced = paced
-        self._part_bytes = source.piece_bytes(max(PART_BYTES, -(-source.size_bytes // _PARTS_MAX)))
+        self._part_bytes = source.piece_bytes(max(client.part_bytes, -(-source.size_bytes // _PARTS_MAX)))
         self._parts: dict[int, dict[str, Any]] = {}
         self._crcs: dict[int, int] = {}
         self._lock = threading.Lock()

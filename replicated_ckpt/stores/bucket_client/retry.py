@@ -38,6 +38,7 @@ class RetryingClient:
     ) -> None:
         """`should_stop`: True once another client has waited for the bucket in vain; then nothing is retried."""
         self.target = client.target
+        self.has_conditions = client.has_conditions
         self._client = client
         self._within_s = within_s
         self._look_within_s = min(within_s, look_within_s)

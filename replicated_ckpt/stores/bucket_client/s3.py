@@ -70,7 +70,7 @@ _NEVER_ASKED = (
     botocore.exceptions.EndpointProviderError,
 )
 """Errors that botocore raises without a request, so a retry is useless: an expired login, or an invalid bucket name."""
-_CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+_CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "ConcurrentModification", "412")
 _CONDITION_UNKNOWN = ("NotImplemented", "501")
 _CHECKSUM_UNKNOWN = ("NotImplemented:", "InvalidArgument:", "InvalidRequest:")
 _MISSING = {"NoSuchKey", "404", "NotFound"}
@@ -101,8 +101,11 @@ def can_honour(options: Mapping[str, Any]) -> bool:
 class S3Client:
     """An ObjectClient for S3 and compatible stores. See ObjectClient for the contract."""
 
-    def __init__(self, target: ObjectTarget) -> None:
+    has_conditions = True
+
+    def __init__(self, target: ObjectTarget, part_bytes: int = PART_BYTES) -> None:
         self.target = target
+        self.part_bytes = part_bytes
         self.bucket, _, prefix = target.url.partition("://")[2].partition("/")
         self.prefix = f"{prefix}/" if prefix else ""
         self.has_checksums = True
@@ -205,7 +208,7 @@ class S3Client:
             self._put(key, data, crc32c(data), **condition)
         except StoreError as exc:
             code = exc.detail.partition(":")[0]
-            # Stores differ: 412, 409, or a plain write. The caller reads the object back in any case.
+            # Stores differ: 412, 409 with one of two codes, or a plain write. The caller reads the object back in any case.
             if code in _CONDITION_FAILED:
                 return False
             if code not in _CONDITION_UNKNOWN:
@@ -249,7 +252,7 @@ class S3Client:
     # Uploads of shards -------------------------------------------------------------------------------------------
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
-        if source.size_bytes <= PART_BYTES:
+        if source.size_bytes <= self.part_bytes:
             paced(source.size_bytes)
             data = bytearray(source.size_bytes)
             self._put(key, data, source.read(0, memoryview(data)))

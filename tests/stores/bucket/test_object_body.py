@@ -9,7 +9,6 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.stores.bucket_client import parts
 from replicated_ckpt.stores.bucket_client import s3 as object_s3
 from replicated_ckpt.stores.bucket_client.body import MemoryBody
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
@@ -68,8 +67,6 @@ def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: 
     The parts are the smallest that S3 takes: the server has to answer each within the time-out, on a busy machine, too.
     """
     monkeypatch.setattr(object_s3, "READ_TIMEOUT_S", 5.0)
-    for module in (object_s3, parts):
-        monkeypatch.setattr(module, "PART_BYTES", PART_BYTES)
     path = tmp_path / "shard"
     data = os.urandom(PART_BYTES * 2)
     table = table_of([data])
@@ -77,7 +74,7 @@ def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: 
     expected = Expected(table.file_bytes, table.file_crc())
     with faulty_bucket(moto) as proxy:
         bucket = proxy.server.make_bucket(f"b-{uuid4().hex[:12]}")
-        client = S3Client(ObjectTarget.check_supported(f"s3://{bucket}", proxy.server.storage_options()))
+        client = S3Client(ObjectTarget.check_supported(f"s3://{bucket}", proxy.server.storage_options()), PART_BYTES)
         proxy.add(Fault("throttle", method="PUT", bytes_per_s=1.6e6))
         start_s = time.monotonic()
         with UploadSource(os.open(path, os.O_RDONLY), "node", "shard", expected) as source:

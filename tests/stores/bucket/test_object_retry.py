@@ -16,7 +16,7 @@ class Failing:
     def __init__(self, *errors: type[StoreError]) -> None:
         self.client = open_client(ObjectTarget.check_supported("memory://patient/x", None))
         self.client.put("a", b"abcd")
-        self.target = self.client.target
+        self.target, self.has_conditions = self.client.target, self.client.has_conditions
         self.errors: Iterator[type[StoreError]] = iter(errors)
         self.asked = 0
 
