@@ -8,7 +8,6 @@ from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
-from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.nodes import (
     NodesSeen,
     advise_on_lost,
@@ -17,6 +16,7 @@ from replicated_ckpt.cli.look.nodes import (
     describe_spare,
     look_at_nodes,
 )
+from replicated_ckpt.cli.look.printing import Colour, paint
 from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, find_step, is_checkpoint_id

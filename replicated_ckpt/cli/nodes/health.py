@@ -16,8 +16,8 @@ from replicated_ckpt.cli.look.checkpoints import (
     find_needed,
     without_superseded,
 )
-from replicated_ckpt.cli.look.colour import Colour, paint
 from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
+from replicated_ckpt.cli.look.printing import Colour, paint
 from replicated_ckpt.cli.look.progress import format_duration
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave
 from replicated_ckpt.core.divergence import describe_divergences

@@ -1,0 +1,36 @@
+"""How verbs print: `-o json`, and colours of verdicts on terminals that show them, for users who want them."""
+
+import argparse
+import os
+import sys
+from enum import Enum
+
+
+def add_output_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds `-o json`. `more`: what else the help says."""
+    said = "print text (default) or JSON" + (f"; {more}" if more else "")
+    parser.add_argument("-o", "--output", dest="json", type=_is_json, default=False, metavar="{text,json}", help=said)
+
+
+def _is_json(text: str) -> bool:
+    if text not in ("text", "json"):
+        raise argparse.ArgumentTypeError(f"it is text or json, not {text!r}")
+    return text == "json"
+
+
+class Colour(Enum):
+    """The number of the colour in an escape sequence of ECMA-48."""
+
+    RED = 31
+    GREEN = 32
+    YELLOW = 33
+
+
+def paint(text: str, colour: Colour) -> str:
+    """The text in a colour if standard output is a terminal with colours, and NO_COLOR is not set; else the text.
+
+    Source: https://no-color.org.
+    """
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return text
+    return f"\x1b[{colour.value}m{text}\x1b[0m"
