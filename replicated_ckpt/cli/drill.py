@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
-from replicated_ckpt.cli.look.printing import add_output_argument
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.drill.drill import Drill, DrillResult, drill_directory
 from replicated_ckpt.drill.object_store import has_moto, object_store
 from replicated_ckpt.drill.plan import WIDTH_BY_MODEL_SIZE, DrillOptions, DrillPlan, Scenario, plan_drill

@@ -7,6 +7,34 @@ import argparse
 import http.client
 import logging
 import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from werkzeug.serving import BaseWSGIServer
+
+_CONDITIONS = ("HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH")
+
+
+def make_moto_server() -> "BaseWSGIServer":
+    """moto's server on a free port of loopback, not yet serving. Its conditional writes exclude each other, as S3's do.
+
+    moto 5.1 checks the condition and writes in two steps, so several of the writers at one time may succeed.
+    """
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else one line for each request
+    app, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "PUT" and any(name in environ for name in _CONDITIONS):
+            with one_at_a_time:
+                return app(environ, start_response)  # type: ignore[no-any-return]
+        return app(environ, start_response)  # type: ignore[no-any-return]
+
+    return make_server("127.0.0.1", 0, answer, threaded=True, request_handler=MotoRequestHandler)
 
 
 def main() -> int:
@@ -14,17 +42,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m replicated_ckpt.drill.moto_server")
     parser.add_argument("bucket")
     bucket = parser.parse_args().bucket
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else one line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    made = http.client.HTTPConnection(host, port, timeout=10)
+    server = make_moto_server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    made = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     made.request("PUT", f"/{bucket}")
     if made.getresponse().status != http.HTTPStatus.OK:
         return 1
-    print(f"http://{host}:{port}", flush=True)
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
     # Ends also when the drill is killed: the kernel closes its end of the pipe.
     sys.stdin.buffer.read()
     return 0

@@ -88,3 +88,15 @@ def test_a_picture_with_an_invalid_field_is_refused(field: str, value: Any) -> N
     assert RankReport.from_json(json.loads(json.dumps(valid))) == report(1)
     with pytest.raises((KeyError, TypeError, ValueError)):
         RankReport.from_json({**valid, field: value})
+
+
+def test_a_file_that_another_rank_removes_meanwhile_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks remove old reports at one time: each goes on without the files that are gone."""
+    book = RankReports(store_in(tmp_path))
+    book.keep(report(1))
+    monkeypatch.setattr(Path, "glob", lambda path, _: iter([path / f"report-save-{2:032x}-0.json", *path.iterdir()]))
+    book.keep(report(3))
+    monkeypatch.undo()
+    assert [one.operation for one in book.read("run/step-1")] == [f"{number:032x}" for number in (1, 3)]

@@ -1,14 +1,16 @@
 """S3 servers that run on this machine while a test needs them. Imports their libraries only then."""
 
-import logging
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from replicated_ckpt.drill.moto_server import make_moto_server
 
 REGION = "us-east-1"
 RADOSGW_SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "radosgw.sh"
@@ -65,16 +67,14 @@ class Server:
 @contextmanager
 def moto_server() -> Iterator[Server]:
     """moto in a thread of this process. Its buckets live as long as the process: another moto_server() sees them too."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else one line for each request
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
+    server = make_moto_server()
+    serving = threading.Thread(target=server.serve_forever, daemon=True)
+    serving.start()
     try:
-        host, port = running.get_host_and_port()
-        yield Server(f"http://{host}:{port}", key="test", secret="testsecret")
+        yield Server(f"http://127.0.0.1:{server.server_port}", key="test", secret="testsecret")
     finally:
-        running.stop()
+        server.shutdown()
+        serving.join()
 
 
 @contextmanager

@@ -18,6 +18,5 @@ def test_each_rank_gets_its_own_back_and_another_world_the_rule(cluster_of: Clus
         others = cluster.launch([refused, keeps], nodes=[0, 1], ranks=ranks)
         assert others.of(refused).agreed() == {"saved": [4], "now": 2 * ranks, "x": [1.0] * 4}
         first, *silent = others.warnings_of(keeps)
-        (told,) = first
-        assert "stay as they are" in told
+        assert any("stay as they are" in told for told in first)
         assert silent == [[]] * (2 * ranks - 1)

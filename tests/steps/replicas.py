@@ -132,7 +132,7 @@ def save_objects(context: Context) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dcp.save(state, checkpoint_id=f"objects/step-{number}", storage_writer=writer)
-        warned.append([str(one.message) for one in caught if "other objects" in str(one.message)])
+        warned.append([str(one.message) for one in caught if "different objects" in str(one.message)])
         assert writer.last_save is not None
         found.append([(one.fqn, one.is_object) for one in writer.last_save.divergences])
     return {"warned": warned, "found": found}

@@ -27,9 +27,9 @@ from replicated_ckpt.cli.look.given_root import (
     open_store_of,
 )
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import say_if_slow
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.environment import ROOT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.node.peers.watch import describe_silence

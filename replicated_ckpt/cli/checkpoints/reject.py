@@ -11,8 +11,8 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_absent, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import say_if_slow
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client

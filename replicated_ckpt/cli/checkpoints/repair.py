@@ -15,7 +15,6 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import show_progress
 from replicated_ckpt.cli.look.waiting_saves import (
     advise_on_in_doubt,
@@ -25,6 +24,7 @@ from replicated_ckpt.cli.look.waiting_saves import (
     list_staged_saves,
     waits_for_any,
 )
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook, listening_host

@@ -12,9 +12,9 @@ from replicated_ckpt.cli.look.checkpoints import find_id
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import format_moment
 from replicated_ckpt.cli.look.reports import choose_newest, look_at_reports
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.rank_report import Kind, RankReport
 from replicated_ckpt.core.slowest import find_slowest
 from replicated_ckpt.core.trace import make_trace

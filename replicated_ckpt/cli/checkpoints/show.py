@@ -23,8 +23,8 @@ from replicated_ckpt.cli.look.checkpoints import (
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import format_moment, format_table
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.divergence import describe_divergences
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest, decode_manifest

@@ -24,9 +24,9 @@ from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import Colour, add_output_argument, paint
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
 from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
+from replicated_ckpt.cli.printing import Colour, add_output_argument, paint
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard

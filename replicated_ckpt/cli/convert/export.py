@@ -7,7 +7,7 @@ from dataclasses import asdict
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
-from replicated_ckpt.cli.look.printing import add_output_argument
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.wording import list_some, plural
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
 from replicated_ckpt.cli.look.given_root import add_root_argument
-from replicated_ckpt.cli.look.printing import add_output_argument
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.errors import CheckpointExists
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."

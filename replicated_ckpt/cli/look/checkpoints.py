@@ -16,8 +16,8 @@ from replicated_ckpt.cli.look.nodes import (
     describe_spare,
     look_at_nodes,
 )
-from replicated_ckpt.cli.look.printing import Colour, paint
 from replicated_ckpt.cli.look.progress import format_moment, format_table
+from replicated_ckpt.cli.printing import Colour, paint
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, find_step, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest

@@ -12,9 +12,9 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import describe_newer
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import find_removed, find_retired

@@ -10,8 +10,8 @@ from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.peers.address_book import PeerBook

@@ -17,9 +17,9 @@ from replicated_ckpt.cli.look.checkpoints import (
     without_superseded,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
-from replicated_ckpt.cli.look.printing import Colour, paint
 from replicated_ckpt.cli.look.progress import format_duration
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave
+from replicated_ckpt.cli.printing import Colour, paint
 from replicated_ckpt.core.divergence import describe_divergences
 from replicated_ckpt.node.peers.watch import runs_no_agent
 from replicated_ckpt.stores.files.room import Room

@@ -24,10 +24,10 @@ from replicated_ckpt.cli.look.given_root import (
     open_store_of,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import format_moment, format_table, parse_seconds
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.watch import describe_silence

@@ -16,8 +16,8 @@ from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list
 from replicated_ckpt.cli.look.given_nodes import as_owner
 from replicated_ckpt.cli.look.given_root import add_root_argument, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
-from replicated_ckpt.cli.look.printing import add_output_argument
 from replicated_ckpt.cli.look.progress import say_if_slow
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import NODES, pending, scope_of

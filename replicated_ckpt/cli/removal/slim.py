@@ -11,7 +11,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.printing import add_output_argument
+from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
 from replicated_ckpt.stores.bucket.bucket import Bucket

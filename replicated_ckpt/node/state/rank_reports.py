@@ -43,8 +43,8 @@ class RankReports:
         files_by_operation: dict[str, list[tuple[float, Path]]] = {}
         for path in self._path.glob(f"{operations}*{_SUFFIX}"):
             with suppress(FileNotFoundError):  # another rank removes old ones, too
-                operation = path.name.rpartition("-")[0]
-                files_by_operation.setdefault(operation, []).append((path.stat().st_mtime, path))
+                found = path.stat().st_mtime, path
+                files_by_operation.setdefault(path.name.rpartition("-")[0], []).append(found)
         # max(): by the time of each one's newest file.
         for old in sorted(files_by_operation.values(), key=max)[:-KEPT]:
             for _, path in old:

@@ -20,6 +20,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CheckpointIdMismatch": ({0: "step-1", 11: "step-2"},),
     "CheckpointNotFound": ("not there", None, ("node a", "s3://b")),
     "CheckpointNotCommitted": ("half", "a hint", ()),
+    "CheckpointRejected": (("step-1", "step-2"),),
     "CheckpointAmbiguous": ("step-1", "__0_0.distcp", {"a": "10 bytes", "b": "11 bytes"}),
     "AckNotReached": (2, {"__0_0.distcp": 1}, "node b is gone"),
     "ShardLost": ("step-1", {"__0_0.distcp": "a", "__1_0.distcp": "b"}, ("node a: not reached", "node b")),

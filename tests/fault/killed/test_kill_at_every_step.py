@@ -281,4 +281,4 @@ def test_every_failpoint_has_its_kill() -> None:
     elsewhere |= HANDED_OVER | LATER_SAVES  # tests/fault/killed/test_submitted_saves.py, test_kill_in_own_copies.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
-    assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []
+    assert [name for name in failpoints.POINTS if f"`{name}`" not in design] == []

@@ -199,8 +199,8 @@ class _FaultyBucket:
         return called
 
 
-def _open_bucket(cluster: "Cluster", target: ObjectTarget) -> _FaultyBucket:
-    return _FaultyBucket(cluster, open_client(target))
+def _open_bucket(cluster: "Cluster", target: ObjectTarget, *options: Any) -> _FaultyBucket:
+    return _FaultyBucket(cluster, open_client(target, *options))
 
 
 def _node_of(cluster: "Cluster", store: LocalStore) -> "Node":
