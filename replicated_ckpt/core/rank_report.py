@@ -135,7 +135,7 @@ class RankReport:
 
 
 def _check_operation(value: Any) -> str:
-    # It names a directory.
+    # It is a part of a file's name.
     if not isinstance(value, str) or (value and not is_save_id(value)):
         raise ValueError(f"no id of a save or load: {str(value)[:80]!r}")
     return value

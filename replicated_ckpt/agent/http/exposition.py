@@ -31,7 +31,7 @@ def counter(name: str, help_: str, value: float) -> Family:
     return Family(name, "counter", help_, [("", {}, value)])
 
 
-def labelled(
+def make_family(
     kind: Literal["gauge", "counter"], name: str, help_: str, values: Iterable[tuple[Labels, float]]
 ) -> Family:
     return Family(name, kind, help_, [("", labels, value) for labels, value in values])

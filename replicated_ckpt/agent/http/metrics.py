@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from replicated_ckpt.agent.http.exposition import Family, Labels, counter, gauge, histogram, labelled, render
+from replicated_ckpt.agent.http.exposition import Family, Labels, counter, gauge, histogram, make_family, render
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.rank_report import Kind
 from replicated_ckpt.core.upkeep.overview import Look, Overview, make_overview
@@ -57,7 +57,7 @@ _AGE = "Time of the newest save: committed on this node, whole, with all copies,
 def expose(service: NodeService, look: Look | None, status: Mapping[str, Any], *, is_cluster: bool) -> bytes:
     """The metrics as text. `look`: the last one of re-protection; None before it. `is_cluster`: also of each known node."""
     families = [
-        labelled("gauge", "agent_info", "This agent.", [({k: str(status[k]) for k in ("node_id", "version")}, 1)]),
+        make_family("gauge", "agent_info", "This agent.", [({k: str(status[k]) for k in ("node_id", "version")}, 1)]),
         *(gauge(name, help_, _value_at(status, place)) for name, (place, help_) in _GAUGES.items()),
         *(counter(name, help_, _value_at(status, place)) for name, (place, help_) in _COUNTERS.items()),
         *_describe_uploads(status["object_store"]["pending"].values()),
@@ -113,8 +113,10 @@ def _describe_store(
         times |= {"whole": seen.whole_unix_s, "copies": seen.protected_unix_s, "bucket": seen.uploaded_unix_s}
         yield gauge("copies_missing", "Copies of shards that are missing, on all nodes together.", seen.copies_missing)
         yield gauge("shards_lost", "Shards without an intact copy on any node.", seen.shards_lost)
-    yield labelled("gauge", "last_commit_timestamp_seconds", _AGE, _by("level", {k: v for k, v in times.items() if v}))
-    yield labelled(
+    yield make_family(
+        "gauge", "last_commit_timestamp_seconds", _AGE, _by("level", {k: v for k, v in times.items() if v})
+    )
+    yield make_family(
         "gauge",
         "stored_bytes",
         "Size of the checkpoints on this node, in its memory tier, and of those that nodes hold and the bucket has.",
@@ -143,11 +145,11 @@ def _describe_figures(found: FiguresRead) -> Iterator[Family]:
             f"{kind}_duration_seconds", f"Time of a {kind} on each rank of this node.", [({}, found.durations[kind])]
         )
         yield histogram(f"{kind}_phase_duration_seconds", f"The same by phase of the {kind}; phases overlap.", phases)
-        yield labelled("counter", f"{kind}_bytes_total", f"Bytes of this node's ranks in {kind}s, {by}.", sizes)
+        yield make_family("counter", f"{kind}_bytes_total", f"Bytes of this node's ranks in {kind}s, {by}.", sizes)
     yield counter("divergences_total", "Values that saves found to differ between ranks.", found.divergences)
     yield counter("bad_copies_total", "Bad copies that loads of this node's ranks met.", found.bad_copies)
     errors = [({"origin": origin, "class": name}, count) for (origin, name), count in found.errors.items()]
-    yield labelled("counter", "errors_total", "Errors by class, and by what failed.", errors)
+    yield make_family("counter", "errors_total", "Errors by class, and by what failed.", errors)
 
 
 def _describe_nodes(views: Sequence[NodeView], host_by_node: Mapping[str, str]) -> Iterator[Family]:
@@ -156,7 +158,7 @@ def _describe_nodes(views: Sequence[NodeView], host_by_node: Mapping[str, str]) 
     def each(name: str, help_: str, values: Sequence[float | None]) -> Family:
         labels = [{"node": view.node_id, "host": host_by_node.get(view.node_id, "")} for view in views]
         known = [(label, value) for label, value in zip(labels, values, strict=True) if value is not None]
-        return labelled("gauge", f"node_{name}", help_, known)
+        return make_family("gauge", f"node_{name}", help_, known)
 
     held = [view.holdings or () for view in views]
     sizes = [[sum(holding.sizes.values()) for holding in holdings] for holdings in held]

@@ -100,10 +100,8 @@ def _show_in_bucket(arguments: argparse.Namespace) -> int:
         raise CheckpointNotFound(f"{target.url} has no checkpoint {arguments.id!r}.", hint)
     with closing(open_client(target)) as client:
         manifest = decode_manifest(Bucket(client).manifest_raw(there), target.url)
-    row, absent = (
-        rows[there.checkpoint_id],
-        [n for n, e in manifest.shards.items() if there.sizes.get(n) != e.size_bytes],
-    )
+    row = rows[there.checkpoint_id]
+    absent = [name for name, entry in manifest.shards.items() if there.sizes.get(name) != entry.size_bytes]
     if arguments.json:
         shards = {
             name: {"size_bytes": entry.size_bytes, "crc32c": f"{entry.crc32c:08x}", "is_there": name not in absent}

@@ -38,7 +38,7 @@ from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
-from replicated_ckpt.dcp.runtime.agent_report import keep_report, report_failed, send_report
+from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -489,9 +489,7 @@ class LoadAttempt:
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
-        told = report_to_agent(report, time.time())
-        send_report(self._store, told)
-        keep_report(self._store, told)
+        report_ended(self._store, report_to_agent(report, time.time()))
         call_back(self._parts.on_load, report)
 
     def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:

@@ -41,8 +41,9 @@ def send_report(store: LocalStore, report: RankReport) -> None:
         log.debug("this node's agent did not get the report of a %s: %s", report.kind, exc)
 
 
-def keep_report(store: LocalStore, report: RankReport) -> None:
-    """Keeps a report of a save or load that has succeeded. One that cannot be kept is only logged."""
+def report_ended(store: LocalStore, report: RankReport) -> None:
+    """Sends the report of a save or load that has succeeded, and keeps it. One that cannot be kept is only logged."""
+    send_report(store, report)
     try:
         RankReports(store).keep(report)
     # The root is read-only, its disk is full, or a reader has no root.

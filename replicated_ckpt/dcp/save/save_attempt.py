@@ -53,7 +53,7 @@ from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import find_whole
-from replicated_ckpt.dcp.runtime.agent_report import keep_report, report_failed, send_report
+from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -430,9 +430,7 @@ class SaveAttempt:
             ),
             *(span.since(self._started_at, report.seconds, by_agent=True) for one in written for span in one.spans),
         ]
-        told = report_to_agent(report, time.time(), self._decision, spans)
-        send_report(self._store, told)
-        keep_report(self._store, told)
+        report_ended(self._store, report_to_agent(report, time.time(), self._decision, spans))
         call_back(self._parts.on_save, report)
 
     def break_off(self) -> None:

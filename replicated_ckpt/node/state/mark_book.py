@@ -1,13 +1,10 @@
 """The marks on checkpoints that this node keeps: restores since the last save, and rejections."""
 
-import json
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
-from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.upkeep.marks import (
     LEARNED_MAX,
     NO_MARKS,
@@ -38,7 +35,7 @@ class MarkBook:
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / NAME)
         self._lock = threading.Lock()
-        self._marks = self._file.read_state(_parse) or NO_MARKS
+        self._marks = self._file.read_checked("marks", Marks.from_json) or NO_MARKS
 
     def read(self) -> Marks:
         with self._lock:
@@ -106,17 +103,5 @@ class MarkBook:
 
     def _keep(self, marks: Marks) -> None:
         """With the lock held. Raises StoreError: nothing has changed."""
-        told = marks.to_json()
-        self._file.write_state({"crc32c": _checksum(told), "marks": told})
+        self._file.write_checked("marks", marks.to_json())
         self._marks = marks
-
-
-def _parse(document: Any) -> Marks:
-    told = document["marks"]
-    if _checksum(told) != document["crc32c"]:
-        raise ValueError("it is damaged")
-    return Marks.from_json(told)
-
-
-def _checksum(told: Mapping[str, Any]) -> int:
-    return crc32c(json.dumps(told).encode())

@@ -1,6 +1,5 @@
 """The policies of retention that this node's own ranks have named, kept across restarts."""
 
-import json
 import logging
 import threading
 from collections.abc import Iterable
@@ -8,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.upkeep.policy import Policy, merge_policies
 from replicated_ckpt.node.state.state_file import StateFile
 
@@ -28,7 +26,7 @@ class PolicyBook:
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / NAME)
         self._lock = threading.Lock()
-        policies = self._file.read_state(_parse) or []
+        policies = self._file.read_checked("policies", _parse) or []
         self._by_key = {policy.key: policy for policy in policies}
 
     def read_all(self) -> tuple[Policy, ...]:
@@ -56,19 +54,11 @@ class PolicyBook:
             while len(self._by_key) > _POLICIES_MAX:
                 del self._by_key[next(iter(self._by_key))]
             if self._by_key:
-                told = [policy.to_json() for policy in self._by_key.values()]
-                self._file.write_state({"crc32c": _checksum(told), "policies": told})
+                self._file.write_checked("policies", [policy.to_json() for policy in self._by_key.values()])
         for policy in changed:
             log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)
         return bool(changed)
 
 
-def _parse(document: Any) -> list[Policy]:
-    told = document["policies"]
-    if _checksum(told) != document["crc32c"]:
-        raise ValueError("it is damaged")
+def _parse(told: Any) -> list[Policy]:
     return [Policy.from_json(fields) for fields in told]
-
-
-def _checksum(told: list[dict[str, Any]]) -> int:
-    return crc32c(json.dumps(told).encode())

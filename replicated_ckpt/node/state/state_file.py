@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import raise_shortage, translate_errors, write_file
 
@@ -39,6 +40,21 @@ class StateFile:
         self._written = raw
         return found
 
+    def read_checked(self, name: str, parse: Callable[[Any], Found]) -> Found | None:
+        """As `read_state`, of a document that `write_checked` wrote; None also if its checksum shows a flipped bit."""
+
+        def parse_checked(document: Any) -> Found:
+            told = document[name]
+            if _checksum(told) != document["crc32c"]:
+                raise ValueError("it is damaged")
+            return parse(told)
+
+        return self.read_state(parse_checked)
+
+    def write_checked(self, name: str, told: Any) -> None:
+        """As `write_state`, of a document under a name, with its checksum."""
+        self.write_state({"crc32c": _checksum(told), name: told})
+
     def write_state(self, document: Any) -> None:
         """Writes the document durably, unless it is there already. After a failure the file has the old or the new one.
 
@@ -54,3 +70,7 @@ class StateFile:
         with translate_errors(str(self._path.parent), "write", self._path.name):
             write_file(self._path, raw, self._mode)
         self._written = raw
+
+
+def _checksum(told: Any) -> int:
+    return crc32c(json.dumps(told).encode())
