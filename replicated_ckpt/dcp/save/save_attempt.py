@@ -99,13 +99,18 @@ class WriterParts:
     planning: Pause = field(default_factory=Pause)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def present(self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool) -> SavePost:
-        """This rank's post before a save, with its node. The node's agent runs when this returns."""
+    def present(
+        self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool, is_staged: bool
+    ) -> SavePost:
+        """This rank's post before a save, with its node. The node's agent runs when this returns.
+
+        `is_staged`: the save writes from a copy of the state, so that training does not wait for it.
+        """
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         config, wants = self.config, describe_wanted(self.config)
-        # With "local" the save would wait for copies that now follow it, and with "raise" it would fail because of one.
-        takes_help = config.copies > 1 and config.ack != "local" and config.on_degraded == "warn"
+        # With "local", training must not wait for copies. With "raise", a helper's copy that differs would fail the save.
+        takes_help = config.copies > 1 and config.on_degraded == "warn" and (config.ack != "local" or is_staged)
         digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
         # A helper does not know which of this rank's entries lie in a file of their own.
         takes_copies = self.shards.unchanged is None or not self.shards.unchanged.chosen
@@ -232,10 +237,10 @@ class SaveAttempt:
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
 
-    def present(self, plan: SavePlan) -> None:
+    def present(self, plan: SavePlan, *, is_staged: bool) -> None:
         """Posts to the coordinator the id that was passed to this rank, and the address of its node.
 
-        `plan`: this rank's plan, before DCP drops items that other ranks have, too.
+        `plan`: this rank's plan, before DCP drops items that other ranks have, too. `is_staged`: as of WriterParts.
         """
         self._local_plan = find_whole(plan)
         board = self._world.blackboard
@@ -248,7 +253,7 @@ class SaveAttempt:
         items = self._local_plan.items
         began = time.monotonic()
         self._spans.append(Span("prepare", self._started_at, began, began - self._started_at))
-        self._post = self._parts.present(checkpoint_id, items, is_alone=board is None)
+        self._post = self._parts.present(checkpoint_id, items, is_alone=board is None, is_staged=is_staged)
         self._spans.append(Span("register", began, time.monotonic(), time.monotonic() - began))
         if board is not None:
             board.share_in(self._store.root_agent_directory())

@@ -336,7 +336,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
-        self._under_way.present(plan)
+        self._under_way.present(plan, is_staged=self._stager.memory() is not None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

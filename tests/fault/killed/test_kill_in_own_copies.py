@@ -66,8 +66,9 @@ HANDED_OVER = [
 @pytest.mark.parametrize(
     ("armed", "victim", "is_decided"), mark_long(HANDED_OVER, keep=[HANDED_OVER[0], HANDED_OVER[4]])
 )
+@pytest.mark.parametrize("ack", mark_long(["peer", "local"], keep=["peer"]))
 def test_a_kill_in_an_asynchronous_save_loses_nothing(
-    cluster: Cluster, armed: str, victim: str, is_decided: bool | None
+    cluster: Cluster, armed: str, victim: str, is_decided: bool | None, ack: str
 ) -> None:
     """Of ranks and of agents, which then write such copies. None: either outcome, whole."""
     node = int(victim[-1])
@@ -75,7 +76,7 @@ def test_a_kill_in_an_asynchronous_save_loses_nothing(
     cluster.start_agents({index: environment if victim == f"agent{index}" else {} for index in (0, 1)})
     if victim.startswith("rank"):
         cluster.nodes[node].environment = environment
-    save = call(replicas.save_repeatedly, kind="unwrapped", saves=3, is_kept=True, is_async=True)
+    save = call(replicas.save_repeatedly, kind="unwrapped", saves=3, is_kept=True, is_async=True, ack=ack)
     attempt = cluster.attempt([save], nodes=[0, 1])
     if victim.startswith("rank"):
         assert attempt.codes[node] == -signal.SIGKILL, f"{armed} was not reached: {attempt}"
@@ -84,7 +85,7 @@ def test_a_kill_in_an_asynchronous_save_loses_nothing(
     cluster.nodes[node].environment = {}
     newest = call(fault.seed_of, kinds=KINDS, checkpoint_id="latest", seeds=[0])
     named = call(fault.seed_of, kinds=KINDS, checkpoint_id="run/step-1", seeds=[0])
-    again = call(replicas.save_repeatedly, kind="unwrapped", saves=2, is_kept=True, is_async=True)
+    again = call(replicas.save_repeatedly, kind="unwrapped", saves=2, is_kept=True, is_async=True, ack=ack)
     results = cluster.launch([newest, named, again], nodes=[0, 1])
     assert results.of(newest).agreed() == 0
     assert results.of(named).agreed() in (

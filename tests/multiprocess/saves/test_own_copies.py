@@ -11,9 +11,10 @@ from replicated_ckpt.core.parts import Part
 from tests.harness.cluster import Cluster, call
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
-from tests.steps import replicas, state
+from tests.steps import peers, replicas, state
 
 SAVES = 4
+NAMES = [f"__{rank}_0.distcp" for rank in range(2)]
 
 
 def check_copies(cluster: Cluster, nodes_of_shard: int = 2) -> None:
@@ -136,4 +137,20 @@ def test_a_replica_that_has_diverged_makes_no_copy(cluster_of: ClusterOf, how: s
         assert told[0][2:] == [["no copy of"], ["diverged"]]
     else:
         assert not any("no copy of" in one or isinstance(one, dict) for one in told[0])
+    check_copies(cluster)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_with_local_ranks_help_where_training_does_not_wait(cluster_of: ClusterOf, *, is_async: bool) -> None:
+    """The second copy of an asynchronous save is there at the commit. A synchronous save leaves all copies to agents."""
+    cluster = cluster_of(2)
+    save = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True, is_async=is_async, ack="local")
+    made = call(peers.copies_made, checkpoint_id=f"run/step-{SAVES - 1}", names=NAMES, copies=2, within_s=20.0)
+    results = cluster.launch([save, made], nodes=[0, 1])
+    told = results.of(replicas.save_repeatedly)
+    first, *later = told[0]["made"]
+    assert first == [1, 1]
+    assert later == [[2, 2] if is_async else [1, 1]] * (SAVES - 1)
+    assert all(one["warned"] == [[]] * SAVES and one["sent"] == [0] * SAVES for one in told)
+    assert results.of(peers.copies_made) == [2, 2]
     check_copies(cluster)
