@@ -1,4 +1,4 @@
-"""The cluster torture: some seeds of the simulation on every run, and proof that it finds what it should."""
+"""The cluster torture: some seeds of the simulation in every run, and proof that the torture detects defects."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from tests.fault.torture.mutants import MUTANTS, Mutant
 from tests.fault.torture.runs import Outcome, odd_clocks_outcome, outcome_of, real_outcome, run_seed
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
 from tests.fault.torture.simulated.by_hand import SEED, a_coordinator_goes_back, touch_files_often
-from tests.fault.torture.simulated.people import remove_and_drain_often
+from tests.fault.torture.simulated.operators import remove_and_drain_often
 from tests.marks import long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -28,7 +28,7 @@ QUICK = ("checksums are not compared",)
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Nodes log by the thousand what is wrong with the others."""
+    """Silences the nodes, which log thousands of warnings about each other."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -36,8 +36,9 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("seeds", [SEEDS, long(MORE_SEEDS)], ids=["some", "more"])
 def test_no_schedule_loses_anything(seeds: range) -> None:
-    """Saves, overwrites, kills, outages, histories that meet, slow disks, damage, retention, stock torch, a bucket, at
-    random: with all disks back, what was acknowledged last loads bit for bit."""
+    """Random saves, overwrites, kills, outages, conflicting histories, slow disks, damage, retention, stock torch and a
+    bucket. Once all disks are back, the checkpoint acknowledged last loads bit for bit.
+    """
     found = {seed: outcome_of(seed) for seed in seeds}
     failed = {seed: "\n".join([*lines, problem]) for seed, (lines, problem, _) in found.items() if problem}
     assert not failed, "\n\n".join(failed.values())
@@ -51,7 +52,7 @@ def test_no_schedule_loses_anything(seeds: range) -> None:
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_no_schedule_with_real_processes_loses_anything() -> None:
-    """The same with real agents, real ranks and real signals: `make torture` runs any number of them."""
+    """The same with real agents, ranks and signals. `make torture` runs any number of such schedules."""
     for seed in REAL_SEEDS:
         lines, problem, counts = real_outcome(seed, REAL_STEPS)
         assert not problem, "\n".join([*lines, problem])
@@ -60,8 +61,10 @@ def test_no_schedule_with_real_processes_loses_anything() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("run", [long(outcome_of), long(real_outcome)], ids=["simulated", "real"])
-def test_every_trainer_may_be_killed_while_a_save_is_handed_over(run: Callable[..., Outcome]) -> None:
-    """Every trainer is killed at random steps: a save is complete on all nodes from the outline on, and gone before."""
+def test_every_trainer_may_be_killed_in_a_submitted_save(run: Callable[..., Outcome]) -> None:
+    """Every trainer is killed at a random step. Once an agent has the outline, the save is completed on all nodes.
+    Before that, it is removed.
+    """
     lines, problem, counts = run(700, script=lose_trainers_often)
     assert not problem, "\n".join([*lines, problem])
     assert counts["orphans"] > 0
@@ -69,22 +72,25 @@ def test_every_trainer_may_be_killed_while_a_save_is_handed_over(run: Callable[.
 
 @pytest.mark.timeout(300, method="thread")
 def test_a_schedule_that_hangs_fails_at_its_time_limit() -> None:
-    """The command names its seed then, and goes on with the next one."""
+    """The command then prints the seed, and continues with the next one."""
     schedule, problem = run_seed(4, script=lambda _: time.sleep(60), within_s=1)
     assert schedule.course.lines
     assert "the schedule has not ended within 1 s" in problem
 
 
 def test_the_system_may_refuse_anything_at_any_step() -> None:
-    """A full disk, a read-only file system, no more descriptors: that save fails, or is whole, and nothing else is lost."""
+    """The disk is full, the file system is read-only, or no descriptor is free. That save fails or is complete, and
+    nothing else is lost.
+    """
     lines, problem, counts = outcome_of(1001, script=meet_errors_often)
     assert not problem, "\n".join([*lines, problem])
     assert 0 < counts["acknowledged"] < counts["saves"]
 
 
-def test_people_remove_checkpoints_and_take_nodes_down_between_faults() -> None:
-    """What was removed from a node is not there again, also where an older version lay aside, and a drained node had no
-    last copy."""
+def test_operators_remove_checkpoints_and_drain_nodes_between_faults() -> None:
+    """A checkpoint removed from a node stays removed, also if the node kept an older version of it. A drained node
+    never had the last copy.
+    """
     for seed in (PEOPLE_SEED, PEOPLE_SEED + 20):
         lines, problem, counts = outcome_of(seed, script=remove_and_drain_often)
         assert not problem, "\n".join([*lines, problem])
@@ -92,22 +98,28 @@ def test_people_remove_checkpoints_and_take_nodes_down_between_faults() -> None:
 
 
 def test_files_of_stores_are_copied_moved_removed_and_put_back_between_faults() -> None:
-    """What was acknowledged and is whole elsewhere loads; what people have copied is read like what it is a copy of."""
+    """Acknowledged checkpoints that are complete elsewhere load. Checkpoints that operators have copied load like the
+    original.
+    """
     for seed in (FILES_SEED, FILES_SEED + 1):
         lines, problem, counts = outcome_of(seed, script=touch_files_often)
         assert not problem, "\n".join([*lines, problem])
         assert counts["acknowledged"] > 0
 
 
-def test_a_coordinators_store_of_an_older_time_has_nothing_dropped() -> None:
-    """What a node had staged of a save that this store had decided, and has forgotten, stays, and is completed."""
+def test_a_restored_coordinator_store_drops_nothing() -> None:
+    """The coordinator's store was restored to a time before its decision. Files that another node had staged for that
+    save stay, and the save is completed.
+    """
     lines, problem, counts = outcome_of(SEED, script=a_coordinator_goes_back)
     assert not problem, "\n".join([*lines, problem])
     assert counts["acknowledged"] == 2
 
 
 def test_clocks_that_are_wrong_and_jump_change_nothing_for_one_run() -> None:
-    """Numbers order the saves of a run. With hosts' clocks years ahead and set back in a save, the same things happen."""
+    """Sequence numbers order the saves of a run. Clocks that are years ahead, or are set back in a save, change
+    nothing.
+    """
     lines, problem, counts = odd_clocks_outcome(CLOCKS_SEED)
     assert not problem, "\n".join([*lines, problem])
     assert counts["acknowledged"] > 0
@@ -116,14 +128,16 @@ def test_clocks_that_are_wrong_and_jump_change_nothing_for_one_run() -> None:
 
 
 def test_a_node_that_is_switched_off_while_its_agent_starts_is_off() -> None:
-    """An outage at a step of starting, where a decided save is published, kills that agent, too: nothing runs there."""
+    """An outage while a starting agent publishes a decided save kills that agent, too. Nothing runs on the node
+    afterwards.
+    """
     lines, problem, counts = outcome_of(OFF_WHILE_STARTING)
     assert not problem, "\n".join([*lines, problem])
     assert counts["kills"] > 1
 
 
 def test_a_seed_replays_exactly() -> None:
-    """The same seed tells the same story, word for word, so that a failure can be looked into."""
+    """Two runs of one seed write the same log, so that a failure can be reproduced."""
     first, second = run_seed(4)[0].course.lines, run_seed(4)[0].course.lines
     assert [line.partition(": ShardLost")[0] for line in first] == [line.partition(": ShardLost")[0] for line in second]
 
@@ -132,7 +146,7 @@ def test_a_seed_replays_exactly() -> None:
     "mutant", [mutant if mutant.name in QUICK else long(mutant) for mutant in MUTANTS], ids=lambda mutant: mutant.name
 )
 def test_broken_code_is_found(mutant: Mutant) -> None:
-    """Each of these defects is found at its seed, or within a few, which pass without it."""
+    """Each defect is detected at its seed, or within a few seeds. The same seeds pass without the defect."""
     more = () if mutant.script is not None else MUTATION_SEEDS
     with mutant.install():
         found_at = next((seed for seed in (mutant.seed, *more) if mutant.problem_at(seed)), None)

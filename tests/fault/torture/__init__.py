@@ -1,1 +1,3 @@
-"""The cluster torture: random schedules of saves, loads and faults from a seed, and an oracle that watches them."""
+"""Runs random schedules of saves, loads and faults on a cluster. Each schedule follows from a seed, and an oracle
+checks it.
+"""

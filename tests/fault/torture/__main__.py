@@ -1,4 +1,6 @@
-"""`python -m tests.fault.torture`: simulates schedules, prints the seeds that fail, and replays one with --seed N."""
+"""`python -m tests.fault.torture` runs simulated schedules and prints the seeds that fail. With --seed N it replays
+one.
+"""
 
 import argparse
 import logging
@@ -11,7 +13,7 @@ from tests.fault.torture.mutants import MUTANTS
 from tests.fault.torture.runs import bounded_real_outcome, odd_clocks_outcome, outcome_of, outcomes
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
 from tests.fault.torture.simulated.by_hand import touch_files_often
-from tests.fault.torture.simulated.people import remove_and_drain_often
+from tests.fault.torture.simulated.operators import remove_and_drain_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
 _SAY_EVERY, _SAY_EVERY_REAL = 100, 1
@@ -86,7 +88,9 @@ def main() -> int:
 
 
 def find_mutants() -> int:
-    """Runs each mutant at the seed that finds it, and the seed without it; 1 if the mutant alone does not fail."""
+    """Runs each mutant at the seed that detects it, and the same seed without the mutant. Returns 1 unless only the
+    mutant fails.
+    """
     missed = 0
     for mutant in MUTANTS:
         with mutant.install():

@@ -1,4 +1,4 @@
-"""One save of a schedule, and where its parts were seen."""
+"""One attempted save of a schedule, and the nodes where its parts were seen."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Attempt:
-    """One save that was tried. Times count the beginnings and ends of saves. `parts`: what it consists of, once decided.
+    """One attempted save. Times are counted in begins and ends of saves.
 
-    `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
-    `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
-    checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
-    `removed_on`: nodes whose users have removed it by hand; `was_removed`: one has, of whose disk it may be gone with.
-    `is_spoilt`: a file of stock torch's was damaged, and has no checksum that tells.
+    `parts`: the parts of the checkpoint, once the save is decided. `nodes_by_part`: nodes where a part was seen, and
+    not destroyed since. `published_by_part`: nodes where the part was seen under the checkpoint's name. `readable_on`:
+    nodes with a directory of the save that has the original manifest. `saw`: earlier attempts at the same checkpoint
+    that lay on the save's nodes when it began, and the attempts that those saw. `is_blind`: no manifest of its run lay
+    on its nodes. `removed_on`: nodes where an operator removed the save. `was_removed`: an operator removed it
+    somewhere, perhaps on a disk that is lost by now. `is_spoilt`: a file of stock torch was damaged, and no checksum
+    can show it.
     """
 
     number: int
@@ -41,12 +43,16 @@ class Attempt:
     was_removed: bool = False
 
     def has_all_parts(self, nodes: Collection[int] | None = None) -> bool:
-        """Whether each part was seen on a disk and not destroyed since; on `nodes`: published there, and readable now."""
+        """Whether each part was seen on a disk and not destroyed since. With `nodes`: whether each part is published on
+        them and readable now.
+        """
         if nodes is None:
             return bool(self.parts) and all(self.nodes_by_part[part] for part in self.parts)
         able = set(nodes) & self.readable_on
         return bool(self.parts) and all(self.published_by_part[part] & able for part in self.parts)
 
     def is_ahead_of(self, other: "Attempt") -> bool:
-        """Whether it has a higher number in the same run: nodes that were cut off may have saved more often by then."""
+        """Whether this attempt has a higher sequence number in the same run. Nodes behind a partition may have saved
+        more often.
+        """
         return self.lineage == other.lineage and self.sequence > other.sequence

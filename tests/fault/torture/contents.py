@@ -1,4 +1,4 @@
-"""What a save of the torture holds: tensors that tell of which attempt they are, and follow from it bit by bit."""
+"""The state that a save of the torture writes. Its tensors identify the attempt, and are a function of its number."""
 
 import torch
 
@@ -6,7 +6,7 @@ State = dict[str, torch.Tensor]
 
 
 def contents(attempt: int, ranks: int) -> State:
-    """What attempt number so-and-so saves: of each rank two tensors, a function of both numbers."""
+    """The state of one attempt: two tensors for each rank, computed from the numbers of the attempt and the rank."""
     state = {"attempt": torch.tensor([attempt, ranks])}
     for rank in range(ranks):
         generator = torch.Generator().manual_seed(1000 * attempt + rank)
@@ -16,5 +16,5 @@ def contents(attempt: int, ranks: int) -> State:
 
 
 def part_of(state: State, rank: int) -> State:
-    """What one rank hands to `dcp.save`."""
+    """The part of the state that one rank passes to `dcp.save`."""
     return {name: value for name, value in state.items() if name in ("attempt", f"rank{rank}", f"small{rank}")}

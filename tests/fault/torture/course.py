@@ -1,4 +1,4 @@
-"""The course of one schedule: the cluster, the jobs on it, what was done so far, and what came of each save and load."""
+"""The course of one schedule: the cluster, its jobs, the steps so far, and the result of each save and load."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -25,16 +25,18 @@ from tests.fault.torture.simulated.jobs import Job, Policy, Saved
 from tests.fault.torture.simulated.network import Killed
 
 HANDING_SHARE = 0.4
-"""Of so many schedules the jobs hand their saves over to agents, as asynchronous saves do."""
+"""The share of schedules whose jobs submit their saves to agents, as asynchronous saves do."""
 BEFORE_OPENING = "coordinator.drawn"
-"""A save that pauses here has not yet looked at what lies on its nodes."""
+"""A save that pauses here has not yet read the state of its nodes."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What schedules run on: a cluster of nodes, and jobs on it. The simulated and the real one have the same methods.
+    """What a schedule runs on: a cluster of nodes, and the jobs on it. The simulated and the real cluster have the same
+    methods.
 
-    `can_pause`: an operation can pause at a failpoint while others go on. `has_true_clocks`: all nodes show the same time.
+    `can_pause`: an operation can pause at a failpoint while others continue. `has_true_clocks`: all nodes show the same
+    time.
     """
 
     cluster: Callable[[Path, int, int], Any]
@@ -48,7 +50,9 @@ SIMULATION = Backend(Cluster, Job)
 
 @dataclass
 class SlowSave:
-    """A save that has begun and goes on later. `disturbed_before`: how many disturbances there had been when it began."""
+    """A save that has begun and continues in a later step. `disturbed_before`: the number of disturbances when it
+    began.
+    """
 
     job: Any
     operation: Any
@@ -59,7 +63,9 @@ class SlowSave:
 
 @dataclass
 class SlowLoad:
-    """A load that has found its checkpoint, at `found_at`, and reads it later. `attempts`: so many saves had begun then."""
+    """A load that has chosen its checkpoint at `found_at`, and reads it in a later step. `attempts`: the number of
+    saves begun by then.
+    """
 
     job: Any
     operation: Any
@@ -72,10 +78,10 @@ class SlowLoad:
 
 @dataclass
 class Course:
-    """What happens is a function of the seed alone. `lines` tells it step by step, `counts` what there was.
+    """The state of one schedule, which is a function of the seed alone. `lines` is its log, `counts` counts events.
 
-    `disturbances` are the steps so far that may make a save fail that is under way. `knows`: the newest save that each
-    node is sure to know of.
+    `disturbances`: the number of steps so far that may make a running save fail. `knows`: for each node, the newest
+    save that it has certainly seen.
     """
 
     seed: int
@@ -97,9 +103,9 @@ class Course:
     lines: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     trainers_alone_die: bool = False
-    """All that happens in the next save is that every trainer is killed."""
+    """The only fault of the next save is that every trainer is killed."""
     agent_alone_dies: bool = False
-    """All that happens in the next save is that one agent is killed with a shard in its hands; all others run."""
+    """The only fault of the next save is that one agent is killed while it writes a shard."""
     _ids: int = 0
 
     def __post_init__(self) -> None:
@@ -125,20 +131,20 @@ class Course:
 
     @property
     def has_bucket(self) -> bool:
-        """Whether the run saves to a bucket, and that answers now."""
+        """Whether the run saves to a bucket, and the bucket answers now."""
         return self.policy.object_store is not None and not self.cluster.is_bucket_down
 
-    # Who is there ------------------------------------------------------------------------------------------------
+    # Nodes and jobs ------------------------------------------------------------------------------------------------
 
-    def island(self) -> list[int]:
-        """Nodes that are switched on and reach each other; the mainland, most of the time."""
+    def reachable(self) -> list[int]:
+        """Running nodes that reach each other: usually the majority side of a partition."""
         on = [node.index for node in self.cluster.nodes if not node.is_off]
         network = self.cluster.network
         cut = [node for node in on if node in network.cut]
         main = [node for node in on if node not in cut]
-        island = [node for node in cut if network.is_reached(node, cut[0])]
-        if island and (not main or self.random.random() < 0.3):
-            return island
+        side = [node for node in cut if network.is_reached(node, cut[0])]
+        if side and (not main or self.random.random() < 0.3):
+            return side
         if cut and not main:
             self.say("every agent is stopped, and goes on")
             network.cut = set()
@@ -146,7 +152,7 @@ class Course:
         return main
 
     def up(self) -> list[int]:
-        """Nodes of the mainland whose agents run."""
+        """Nodes of the majority side whose agents run."""
         return [node.index for node in self.cluster.nodes if node.is_up and node.index not in self.cluster.network.cut]
 
     def are_all_up(self, nodes: Collection[int]) -> bool:
@@ -154,18 +160,20 @@ class Course:
         return all(self.cluster.nodes[node].is_up and reach(node, next(iter(nodes))) for node in nodes)
 
     def is_behind(self, nodes: Collection[int]) -> bool:
-        """Whether none of these nodes knows the newest save of the run: a save by them would be another history."""
+        """Whether none of these nodes has seen the newest save of the run. A save by them would start a conflicting
+        history.
+        """
         newest = max((found.number for found in self.oracle.attempts if found.run == MAIN and found.parts), default=0)
         return max(self.knows[node] for node in nodes) < newest
 
     def learn(self) -> None:
-        """Every node knows what it holds."""
+        """Records for each node the saves that lie on it."""
         for attempt in self.oracle.attempts:
             for node in attempt.readable_on if attempt.run == MAIN else ():
                 self.knows[node] = max(self.knows[node], attempt.number)
 
     def current_job(self) -> Any:
-        """The job that goes on, or a new one on some of the nodes that can reach each other, in any order."""
+        """The running job, or a new one on some of the nodes that reach each other, in random order."""
         if self.job is not None and not self.job.is_dead and self.random.random() < 0.6:
             is_busy = any(slow.job is self.job for slow in self.slow)
             if not is_busy and not any(self.cluster.nodes[node].is_off for node in self.job.nodes):
@@ -178,8 +186,10 @@ class Course:
         return all(self.cluster.network.is_reached(node, nodes[0]) for node in nodes)
 
     def new_job(self) -> Any:
-        """A job on some of the nodes that can reach each other and know of the newest save; None if there are none."""
-        nodes = self.island()
+        """A job on some of the nodes that reach each other and have seen the newest save. None: there are no such
+        nodes.
+        """
+        nodes = self.reachable()
         if not nodes or self.is_behind(nodes):
             return None
         count = self.random.choice([len(nodes), self.random.randint(min(2, len(nodes)), len(nodes))])
@@ -188,7 +198,7 @@ class Course:
             chosen += [node for node in nodes if node not in chosen]
         world = [node for node in chosen for _ in range(self.random.choice([1, 1, 2]))]
         job = self.backend.job(self.cluster, world, self.policy)
-        if self.random.random() < 0.5:  # it goes on where the last one ended
+        if self.random.random() < 0.5:  # The new job continues where the last one ended.
             self.load_in(job, "latest", readers=9, with_bucket=self.has_bucket)
         return job
 
@@ -201,7 +211,7 @@ class Course:
     # Saves and loads ---------------------------------------------------------------------------------------------
 
     def draw_id(self, *, overwrite: bool | None = None) -> tuple[str, bool]:
-        """A checkpoint to save, and whether it is one that is there already."""
+        """Draws a checkpoint id to save to, and whether a checkpoint of this id exists."""
         saved = [found for found in self.oracle.attempts if not found.is_stock]
         known = sorted({found.checkpoint_id for found in saved if found.run == MAIN})
         if known and (self.random.random() < 0.5 if overwrite is None else overwrite):
@@ -211,7 +221,7 @@ class Course:
         return checkpoint_id, checkpoint_id in {found.checkpoint_id for found in saved}
 
     def save(self, job: Any, checkpoint_id: str, what: str = "", *, overwrite: bool, run: str = MAIN) -> Saved:
-        """One save from its beginning to its end."""
+        """Runs one save to its end."""
         is_calm = not what and self.are_all_up(job.nodes)
         attempt = self.oracle.began(checkpoint_id, len(job.nodes), run, nodes=job.nodes)
         saved = self.saved(job, attempt, overwrite=overwrite)
@@ -219,7 +229,7 @@ class Course:
         return saved
 
     def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
-        """How a save ended; the oracle knows it from that moment on."""
+        """Records the result of a save in the oracle, and returns it."""
         if self.hands_over:
             self.cluster.submitted.expect()
         saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite, hands_over=self.hands_over)
@@ -229,19 +239,19 @@ class Course:
         return saved
 
     def end_submitted(self, job: Any, attempt: Attempt, saved: Saved) -> Saved:
-        """Agents, and the ranks that live, do what is left of a save that was handed over; how it ended then.
+        """Lets agents and living ranks finish a submitted save, and returns its result.
 
-        If all that happened is that every trainer was killed, it is completed from the moment that the coordinator's agent
-        had the outline; before that, nothing is left of it.
+        If the only fault was that every trainer was killed, the save must be completed once the coordinator's agent had
+        its outline. Before that, nothing of it may remain.
         """
         self.cluster.submitted.finish()
         error = saved.error
-        if job.is_dead:  # a rank that is killed takes the job along
+        if job.is_dead:  # The whole job ends if one of its ranks is killed.
             job.end()
             self.cluster.submitted.finish()
         if self.trainers_alone_die and job.is_dead:
             error = self._judge_orphan(job, attempt, error)
-        rank_is_there = not job.is_dead  # else the only memory with the shard went with its agent
+        rank_is_there = not job.is_dead  # Otherwise the only memory with the shard was lost with its agent.
         if self.agent_alone_dies and error is not None and rank_is_there:
             raise Violation(
                 f"an agent died with a shard in its hands, and its rank did not hand it over again: {error!r}"
@@ -249,7 +259,7 @@ class Course:
         return Saved(error, saved.copies_made, saved.warnings)
 
     def _judge_orphan(self, job: Any, attempt: Attempt, error: BaseException | None) -> BaseException | None:
-        """What became of a save of which every trainer was killed, and nothing else: None if it is whole."""
+        """The result of a save whose trainers were all killed, without another fault. None: the save is complete."""
         self.oracle.look()
         had_outline = self.cluster.submitted.had_outline()
         had_outline = bool(attempt.parts) if had_outline is None else had_outline
@@ -266,7 +276,7 @@ class Course:
         return None if had_outline else error
 
     def finish(self, job: Any, attempt: Attempt, saved: Saved, what: str, *, is_calm: bool) -> None:
-        """A save is over: says so, and that it was acknowledged if nothing disturbed it."""
+        """Logs the end of a save. If nothing disturbed it, checks that it was acknowledged."""
         killed = self.cluster.settle_kill()
         self.counts["saves"] += 1
         self.counts["calm"] += is_calm
@@ -296,7 +306,9 @@ class Course:
     def load(
         self, group: Sequence[int], checkpoint_id: str, readers: int = 9, *, with_bucket: bool = False
     ) -> int | None:
-        """Loads on these nodes; the attempt that was found, None if the load said that it is lost. Never wrong bytes."""
+        """Loads on these nodes. Returns the attempt that was loaded, or None if the load reported the checkpoint as
+        lost. Wrong bytes are a Violation.
+        """
         job = self.backend.job(self.cluster, group, self.policy)
         try:
             return self.load_in(job, checkpoint_id, readers, with_bucket=with_bucket)
@@ -304,7 +316,7 @@ class Course:
             job.end()
 
     def load_in(self, job: Any, checkpoint_id: str, readers: int, *, with_bucket: bool = False) -> int | None:
-        """As `load`, by a job that goes on."""
+        """Like `load`, but with the running job."""
         group = job.nodes
         self.counts["loads"] += 1
         try:
@@ -327,20 +339,22 @@ class Course:
         return int(attempts.pop())
 
     def introduce(self) -> None:
-        """A load of all nodes that can be reached tells them of each other, and of the newest checkpoint."""
+        """Runs a load on all reachable nodes, so that they learn of each other and of the newest checkpoint."""
         group = self.up()
         if group:
             self.load(group, "latest", readers=1)
 
     def collect_slow(self) -> None:
-        """Those that are over by now, as another one had to wait for them."""
+        """Collects slow saves that have ended because another operation had to wait for them."""
         for slow in [slow for slow in self.slow if slow.operation.is_over]:
             self.go_on(slow)
         for load in [load for load in self.slow_loads if load.operation.is_over]:
             self.read_on(load)
 
     def finish_step(self) -> None:
-        """After each step: what has ended meanwhile is judged, and agents may do what they were woken for."""
+        """Called after each step. Checks the operations that have ended, and lets agents do the work that they were
+        woken for.
+        """
         self.collect_slow()
         self.oracle.look()
         self.learn()
@@ -348,7 +362,7 @@ class Course:
             self.cluster.background()
 
     def read_on(self, load: SlowLoad) -> None:
-        """A load that has paused reads what it has found. What it was told to read is not removed under its hands."""
+        """A paused load reads the checkpoint that it had chosen. That checkpoint must not be removed during the load."""
         self.slow_loads.remove(load)
         if not load.operation.is_over:
             self.cluster.resume(load.operation)
@@ -366,14 +380,14 @@ class Course:
             raise Violation(f"{load.checkpoint_id} was removed while it was loaded: {error}") from error
 
     def end_all_slow(self) -> None:
-        """Nothing that is under way waits any more."""
+        """Runs every paused operation to its end."""
         while self.slow:
             self.go_on(self.slow[0])
         while self.slow_loads:
             self.read_on(self.slow_loads[0])
 
     def go_on(self, slow: SlowSave) -> None:
-        """A save that has paused goes on to its end."""
+        """Runs a paused save to its end."""
         self.slow.remove(slow)
         if slow.operation.paused_at == BEFORE_OPENING:
             self.oracle.go_on(slow.attempt, slow.job.nodes)

@@ -1,28 +1,28 @@
-"""Damage as disks and people do it: to blocks and footers of shards, to metadata and to manifests."""
+"""Damage by disks and operators: to blocks and footers of shards, to metadata and to manifests."""
 
 import random
 import shutil
 
-from tests.fault.torture.disks import MANIFEST, METADATA, SHARD, Lying
+from tests.fault.torture.disks import MANIFEST, METADATA, SHARD, FoundVersion
 
 FOOTER_TAIL_BYTES = 24
-"""Of a shard's last bytes, by docs/format.md: magic, sizes and a checksum, behind the checksums of the blocks."""
+"""Length of the end of a shard's footer: magic, sizes and a checksum, after the blocks' checksums (docs/format.md)."""
 
 
-def damage(lying: Lying, name: str, how: str, chance: random.Random) -> set[str]:
-    """Damages one file of a version; returns the names of the files that are bad now."""
-    path = lying.paths[name]
+def damage(version: FoundVersion, name: str, how: str, chance: random.Random) -> set[str]:
+    """Damages one file of a version. Returns the names of the files that are bad now."""
+    path = version.paths[name]
     raw = bytearray(path.read_bytes())
-    others = [other for other in sorted(lying.paths) if other.endswith(SHARD) and other != name]
+    others = [other for other in sorted(version.paths) if other.endswith(SHARD) and other != name]
     if how == "swap" and name.endswith(SHARD) and others:
         other = chance.choice(others)
         spare = path.with_name("spare")
         path.rename(spare)
-        lying.paths[other].rename(path)
-        spare.rename(lying.paths[other])
+        version.paths[other].rename(path)
+        spare.rename(version.paths[other])
         return {name, other}
     if how == "truncate":
-        path.write_bytes(raw[: chance.randrange(max(1, len(raw) - 1))])  # a manifest may do without its last newline
+        path.write_bytes(raw[: chance.randrange(max(1, len(raw) - 1))])  # its last newline may be missing
     elif how == "empty":
         path.write_bytes(b"")
     elif how == "delete":
@@ -37,7 +37,9 @@ def damage(lying: Lying, name: str, how: str, chance: random.Random) -> set[str]
 
 
 def choose(names: list[str], chance: random.Random) -> tuple[str, str]:
-    """One of the files of a version, metadata and manifest as often as all shards together, and what happens to it."""
+    """Draws a file of a version, and the kind of damage. Metadata and manifest are drawn as often as all shards
+    together.
+    """
     shards = [name for name in names if name.endswith(SHARD)]
     kinds = [kind for kind in (shards, [METADATA], [MANIFEST]) if set(kind) & set(names)]
     name = chance.choice(chance.choice(kinds))

@@ -1,4 +1,4 @@
-"""What lies on the disks, read without the package: which attempt's parts, on which node, published or on the way."""
+"""Reads what lies on the disks without using the package: the parts of each attempt, on each node, published or staged."""
 
 import contextlib
 import json
@@ -13,18 +13,18 @@ from tests.fault.torture.contents import contents
 
 MANIFEST, METADATA, SHARD = ".manifest.json", ".metadata", ".distcp"
 REPLACED, GONE = ".replaced.", ".gone."
-"""What the names of manifests begin with whose versions are replaced, or being removed; then come save id and `.json`."""
+"""Prefixes of manifests of replaced versions, and of versions being removed. The save id and `.json` follow."""
 STAGING = ".staging"
 
 
 @dataclass(frozen=True)
-class Lying:
-    """One version of one checkpoint in one place on one node: the hashes of its files, and where they lie.
+class FoundVersion:
+    """One version of a checkpoint in one directory of a node: the hashes and paths of its files.
 
-    Manifest and metadata have the same names here, whatever names they have on the disk. A version that is being published
-    may lie in two directories. `is_named`: it has its checkpoint's name; `is_published`: it has, or it had and is replaced.
-    `checkpoint_id` is that of the directory; of a staged save the one in its manifest, "" before there is one. `save_id` is
-    "" where neither a manifest nor the name of one tells.
+    Manifest and metadata have the same names here, whatever their names on the disk. A version that is being published
+    may lie in two directories. `is_named`: it has its checkpoint's name. `is_published`: it has that name, or had it
+    and was replaced. `checkpoint_id`: the id of the directory; for a staged save the id in its manifest, or "" without
+    a manifest. `save_id`: "" if neither a manifest nor a file name contains one.
     """
 
     node: int
@@ -39,20 +39,20 @@ class Lying:
 
     @property
     def manifest_path(self) -> Path:
-        """Where its manifest lies, or would."""
+        """The path of its manifest, which may not exist."""
         return self.paths.get(MANIFEST, self.place / MANIFEST)
 
 
 class Disks:
-    """Reads the roots of all nodes, whether anything runs there or not. A file is read again only if it changed."""
+    """Reads the roots of all nodes, whether or not anything runs there. A file is read again only if it has changed."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = list(roots)
         self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
         self._shards: dict[str, frozenset[str]] = {}
 
-    def lying(self) -> Iterator[Lying]:
-        """Everything that looks like a save or a part of one."""
+    def find_versions(self) -> Iterator[FoundVersion]:
+        """Every version on the disks, complete or not."""
         for node, root in enumerate(self._roots):
             staged = [self._read_staged(root, place) for place in sorted((root / STAGING).glob("*/"))]
             for place in sorted(root.glob("*/")) if root.is_dir() else ():
@@ -65,7 +65,7 @@ class Disks:
                 yield from self._version(node, place, checkpoint_id, save_id, paths, manifest)
 
     def _read_staged(self, root: Path, place: Path) -> tuple[dict[str, Path], dict[str, Any] | None]:
-        """The files of a staged save, and those that a process had published when it died."""
+        """The files of a staged save, including those that a process had published when it died."""
         manifest = read_manifest(place / MANIFEST)
         paths = {path.name: path for path in _list(place) if _counts(path.name)}
         final = None if manifest is None else root / manifest["checkpoint_id"]
@@ -76,8 +76,8 @@ class Disks:
             paths |= {name: final / name for name in free - paths.keys()}
         return paths, manifest
 
-    def _in(self, node: int, place: Path, moved: Collection[Path]) -> Iterator[Lying]:
-        """The versions in the directory of a checkpoint, told apart by their manifests."""
+    def _in(self, node: int, place: Path, moved: Collection[Path]) -> Iterator[FoundVersion]:
+        """The versions in the directory of a checkpoint, distinguished by their manifests."""
         names = sorted(path.name for path in _list(place))
         shards = {name for name in names if name.endswith(SHARD) and place / name not in moved}
         manifests = read_manifests(place, names)
@@ -111,7 +111,7 @@ class Disks:
         names: Collection[str],
         shards: Collection[str],
         manifest: dict[str, Any] | None,
-    ) -> Iterator[Lying]:
+    ) -> Iterator[FoundVersion]:
         paths = {shard: place / shard for shard in sorted(shards)} | {MANIFEST: place / name}
         own = f"{METADATA}.{save_id}"
         if own in names or (name == MANIFEST and METADATA in names):
@@ -123,8 +123,10 @@ class Disks:
 
     def _nameless(
         self, node: int, place: Path, names: Collection[str], shards: Collection[str], *, has_name: bool
-    ) -> Iterator[Lying]:
-        """What no manifest names, by the number in the shards' names. A manifest that cannot be read goes with the last."""
+    ) -> Iterator[FoundVersion]:
+        """Shards that no manifest lists, grouped by the number in their names. An unreadable manifest belongs to the
+        last group.
+        """
         by_number: dict[str, dict[str, Path]] = defaultdict(dict)
         for shard in sorted(shards):
             by_number[shard.rpartition("_")[2]][shard] = place / shard
@@ -145,15 +147,17 @@ class Disks:
         *,
         is_published: bool = False,
         is_named: bool = False,
-    ) -> Iterator[Lying]:
-        """Nothing if no file is there: a real agent may have removed or renamed one that was listed."""
+    ) -> Iterator[FoundVersion]:
+        """The version with these files, or none if no file exists: a real agent may have removed or renamed a listed
+        one.
+        """
         files = {}
         for name, path in paths.items():
             with contextlib.suppress(FileNotFoundError):
                 files[name] = self._hash(path)
         if files:
             there = {name: paths[name] for name in files}
-            yield Lying(node, place, checkpoint_id, save_id, is_published, is_named, there, files, manifest)
+            yield FoundVersion(node, place, checkpoint_id, save_id, is_published, is_named, there, files, manifest)
 
     def _hash(self, path: Path) -> str:
         status = path.stat()
@@ -180,7 +184,7 @@ def _save_id_in(name: str) -> str:
 
 
 def read_manifests(place: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The manifests in a directory that can be parsed, by file name: of what is published, and of what was replaced."""
+    """The manifests in a directory that can be parsed, by file name: of the published version and of replaced ones."""
     found = {name: read_manifest(place / name) for name in names if name == MANIFEST or name.startswith(REPLACED)}
     return {
         name: manifest
@@ -190,7 +194,7 @@ def read_manifests(place: Path, names: Collection[str]) -> dict[str, dict[str, A
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest, if it can be parsed: whether it is the one that was written, its hash tells."""
+    """The manifest, if it can be parsed. Its hash shows whether it is the original."""
     try:
         manifest = json.loads(path.read_bytes())["manifest"]
         are_there = all(isinstance(manifest[name], str) for name in ("save_id", "checkpoint_id"))
@@ -200,6 +204,6 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def holds_tensor_of(raw: bytes, attempt: int, ranks: int) -> bool:
-    """Whether a shard's bytes are some rank's of this attempt: what it saved tells it from every other."""
+    """Whether the bytes of a shard belong to some rank of this attempt. The tensors of each attempt are different."""
     state = contents(attempt, ranks)
     return any(state[f"rank{rank}"].numpy().tobytes() in raw for rank in range(ranks))

@@ -1,8 +1,8 @@
-"""Mutants: defects that the package had, or might have, brought back one by one, to show that the torture sees them.
+"""Mutants: defects that the package had or might have, each reintroduced alone to prove that the torture detects it.
 
-By D1 to D5 and D12 commit adcd94a lost checkpoints with every disk intact. Its tree has another layout: the torture cannot
-run on it; each of these changes today's code back in the one place that keeps the promise. D4, a commit that compares
-nothing, is not among them: it has several guards today, and only the search of small worlds has found it so far.
+Commit adcd94a lost checkpoints by D1 to D5 and D12 although every disk was intact. The torture cannot run on that tree,
+whose layout is different, so each mutant changes today's code at the one place that keeps the promise. D4, a commit
+that compares nothing, is missing: several guards prevent it today, and only the search of small worlds has found it.
 """
 
 import os
@@ -41,7 +41,7 @@ from tests.fault.torture.scripts import (
     one_pair_comes_back_first,
 )
 from tests.fault.torture.simulated import by_hand
-from tests.fault.torture.simulated.people import remove_and_drain_often
+from tests.fault.torture.simulated.operators import remove_and_drain_often
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def re_protection_only_says_so() -> Iterator[None]:
 
 @contextmanager
 def a_prepared_node_decides_alone() -> Iterator[None]:
-    """D1: a node that does not answer is taken for one that did not publish."""
+    """D1: a node that does not answer counts as a node that has not published."""
 
     def settled(*, is_worked_on: bool, answers: Mapping[str, Answer], **_: object) -> Settlement:
         published = tuple(node for node, answer in answers.items() if answer is Answer.PUBLISHED)
@@ -87,7 +87,7 @@ def a_prepared_node_decides_alone() -> Iterator[None]:
 
 @contextmanager
 def an_assumption_makes_others_give_way() -> Iterator[None]:
-    """D2: a version counts as whole if silent nodes are assumed to hold what they were meant to."""
+    """D2: a version counts as complete if silent nodes are assumed to hold what they were meant to hold."""
 
     def assumed_whole(
         manifests: Mapping[str, Manifest],
@@ -114,7 +114,7 @@ def an_assumption_makes_others_give_way() -> Iterator[None]:
 
 @contextmanager
 def retention_counts_other_runs() -> Iterator[None]:
-    """D3: a policy goes by the directory alone, whatever lineage its checkpoints are of."""
+    """D3: a policy counts all checkpoints in a directory, also those of other lineages."""
 
     def is_under(manifest: Manifest, policy: Policy) -> bool:
         return scope_of(manifest.checkpoint_id) == policy.scope
@@ -125,14 +125,14 @@ def retention_counts_other_runs() -> Iterator[None]:
 
 @contextmanager
 def files_without_manifest_heal_nothing() -> Iterator[None]:
-    """D5: of a directory whose manifest is bad, re-protection uses nothing, be it intact by its checksums."""
+    """D5: re-protection ignores intact shards in a directory whose manifest is bad."""
     with mock.patch.object(repair, "recognize", return_value=None):
         yield
 
 
 @contextmanager
 def a_surplus_damaged_copy_is_left() -> Iterator[None]:
-    """D12: where there are as many intact copies as are wanted, damaged ones stay."""
+    """D12: damaged copies are not removed if there are enough intact ones."""
 
     def add_copies(self: Any, save: SeenSave, shard: str, takers: set[str], **how: bool) -> None:
         if len(save.intact[shard]) < save.manifest.copies:
@@ -145,7 +145,7 @@ def a_surplus_damaged_copy_is_left() -> Iterator[None]:
 
 @contextmanager
 def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
-    """The coordinator's agent has the outline, and does not say to other nodes that it works on the save."""
+    """The coordinator's agent has the outline, but does not report to other nodes that it works on the save."""
 
     def begin(self: Finisher, outline: Any) -> Any:
         with mock.patch.object(self._store, "lock_save", side_effect=open_nothing):
@@ -161,7 +161,7 @@ def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
 
 @contextmanager
 def what_dead_ranks_submitted_is_dropped() -> Iterator[None]:
-    """An agent whose ranks are gone removes its part of the save, and asks nobody."""
+    """An agent whose ranks are dead removes its part of the save without asking other nodes."""
 
     def drop(service: Any, stale_saves: Sequence[Any], _: object) -> None:
         for stale_save in stale_saves:
@@ -173,14 +173,14 @@ def what_dead_ranks_submitted_is_dropped() -> Iterator[None]:
 
 @contextmanager
 def memory_is_submitted_once() -> Iterator[None]:
-    """A rank whose agent dies with its shard does not hand it over again."""
+    """A rank does not submit its shard again after its agent died with it."""
     with mock.patch.object(submission, "_FOLLOW_TRIES", 1):
         yield
 
 
 @contextmanager
 def a_removal_by_hand_is_not_noted() -> Iterator[None]:
-    """An agent removes what its user names, and tells no other node of it."""
+    """An agent removes a checkpoint for its user, and does not inform other nodes."""
     note = Journal.append_end
 
     def forget(self: Journal, save_id: str, end: End, why: str = "", **options: Any) -> None:
@@ -193,14 +193,14 @@ def a_removal_by_hand_is_not_noted() -> Iterator[None]:
 
 @contextmanager
 def a_drained_node_counts_on() -> Iterator[None]:
-    """`drain` takes the copies of the node that is to be taken down for copies that stay."""
+    """`drain` counts the copies on the drained node as copies that stay."""
     with mock.patch.object(drain, "replace", lambda view, **_: view):
         yield
 
 
 @contextmanager
 def the_clock_orders_saves() -> Iterator[None]:
-    """Of two saves of one run that one is the newer which was made later by the clock of its coordinator's node."""
+    """The wall clock of the coordinator's node, and not the sequence number, orders the saves of a run."""
 
     def order(self: Version) -> tuple[float, int, str]:
         return self.created_unix_s, self.sequence, self.save_id
@@ -211,7 +211,7 @@ def the_clock_orders_saves() -> Iterator[None]:
 
 @contextmanager
 def an_invitation_ends_by_the_hosts_clock_alone() -> Iterator[None]:
-    """A clock that is set forward in a save ends the invitation that its rank has posted."""
+    """If the clock is set forward during a save, the invitation that a rank has posted expires."""
     # `create` would patch a name that is no longer used.
     assert "min" in rights.Tokens.right_of.__code__.co_names
     with mock.patch.object(rights, "min", lambda by_host, _: by_host, create=True):
@@ -220,7 +220,7 @@ def an_invitation_ends_by_the_hosts_clock_alone() -> Iterator[None]:
 
 @contextmanager
 def a_coordinator_that_knows_nothing_has_given_up() -> Iterator[None]:
-    """Others drop what they have staged by the word of a store that has forgotten what it decided."""
+    """Nodes drop their staged files because a store that has lost its decision reports the save as unknown."""
 
     def ask(*arguments: Any) -> Answer:
         answer = real(*arguments)
@@ -233,9 +233,10 @@ def a_coordinator_that_knows_nothing_has_given_up() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect, and the seed that finds it, with random steps or with those of a script.
+    """One defect, and the seed that detects it, with random steps or with a script.
 
-    `was`: its name among the defects of commit adcd94a; "" for one that never was. `judge` runs schedules.
+    `was`: its name among the defects of commit adcd94a; "" for a defect that the package never had. `judge` runs
+    schedules.
     """
 
     install: Callable[[], AbstractContextManager[None]]
@@ -249,7 +250,7 @@ class Mutant:
         return self.install.__name__.replace("_", " ")
 
     def problem_at(self, seed: int) -> str:
-        """What goes wrong at this seed, with the defect while it is installed; "" if all is well."""
+        """The failure at this seed while the defect is installed; "" if nothing fails."""
         return self.judge(seed, self.script)[1]
 
 

@@ -1,6 +1,6 @@
-"""Runs schedules: one after the other, or many on all cores.
+"""Runs schedules, one after the other or many on all cores.
 
-Not in `__main__`, whose functions spawned processes do not find.
+A separate module, because spawned processes cannot import functions of `__main__`.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from tests.fault.torture.simulated.jobs import Job
 
 REAL_STEPS = 5
 REAL_WITHIN_S = 600
-"""A real schedule of the command takes 35 to 80 s on two busy cores, and 170 s where each load waits for stopped agents."""
+"""A real schedule takes 35 to 80 s on two busy cores, and 170 s if each load waits for stopped agents."""
 _BASE = "rckpt-torture-"
 _PR_SET_PDEATHSIG = 1
 
@@ -62,9 +62,9 @@ def run_seed(
     *,
     within_s: int | None = None,
 ) -> tuple[Schedule, str]:
-    """Runs one schedule, of random steps or of those of a script; returns it, and what went wrong, or "".
+    """Runs one schedule, of random steps or of a script. Returns it, and the failure or "".
 
-    `within_s`: a schedule that takes longer has failed. Only in a main thread that uses no SIGALRM.
+    `within_s`: a schedule that takes longer has failed. Only in a main thread that does not use SIGALRM.
     """
     base = fast_directory()
     schedule = Schedule(seed, base, backend)
@@ -81,7 +81,9 @@ def run_seed(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Cycles are collected after the block, and what was there before, as all of torch, is not looked through for them."""
+    """Garbage collection runs only after the block, and ignores the objects that existed before it, such as all of
+    torch.
+    """
     gc.freeze()
     was_on = gc.isenabled()
     gc.disable()
@@ -96,7 +98,7 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _bounded(within_s: int | None) -> Iterator[None]:
-    """Raises Violation in the block once it has taken so long."""
+    """Raises Violation in the block once it has taken this many seconds."""
     if within_s is None:
         yield
         return
@@ -122,9 +124,10 @@ def outcome_of(seed: int, script: Script | None = None) -> Outcome:
 
 
 def odd_clocks_outcome(seed: int, script: Script | None = None) -> Outcome:
-    """As `outcome_of`, with clocks that are wrong and jump. Where numbers order all saves, that must change nothing at all.
+    """Like `outcome_of`, with clocks that are wrong and that jump. If sequence numbers order all saves, clocks must not
+    matter.
 
-    The same schedule with true clocks tells the same story then, word for word.
+    The log must then equal that of the same schedule with true clocks.
     """
     schedule, problem = run_seed(seed, ODD_CLOCKS, script=script)
     course = schedule.course
@@ -137,7 +140,7 @@ def odd_clocks_outcome(seed: int, script: Script | None = None) -> Outcome:
 
 
 def _without_base(lines: Sequence[str]) -> list[str]:
-    """Each run has a directory of its own."""
+    """The lines without the directory, which differs from run to run."""
     return [re.sub(rf"{_BASE}\w+", "BASE", line) for line in lines]
 
 
@@ -147,7 +150,7 @@ def real_outcome(seed: int, steps: int = REAL_STEPS, script: Script | None = Non
 
 
 def bounded_real_outcome(seed: int, script: Script | None = None) -> Outcome:
-    """As `real_outcome`; a schedule that hangs has failed."""
+    """Like `real_outcome`, but a schedule that hangs has failed."""
     schedule, problem = run_seed(seed, REAL, REAL_STEPS, script, within_s=REAL_WITHIN_S)
     return schedule.course.lines, problem, schedule.course.counts
 
@@ -155,7 +158,7 @@ def bounded_real_outcome(seed: int, script: Script | None = None) -> Outcome:
 def outcomes(
     seeds: Sequence[int], run: Callable[..., Outcome], script: Script | None = None, *, workers: int
 ) -> Iterator[Outcome]:
-    """What became of each seed, in order; so many are run at once."""
+    """The outcome of each seed, in order. `workers` schedules run at once."""
     if len(seeds) == 1:
         yield run(seeds[0], script=script)
         return
@@ -165,7 +168,9 @@ def outcomes(
 
 
 def _begin(starter: int) -> None:
-    """In each process of the pool, which ends with the one that has started it, however that ends (prctl(2))."""
+    """Runs first in each process of the pool. The process then ends with its parent, however the parent ends
+    (prctl(2)).
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != starter:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""One schedule: random steps from a seed, carried out on a cluster, and what must hold after each and in the end."""
+"""One schedule: random steps from a seed on a cluster, and the checks after each step and at the end."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +23,11 @@ from tests.fault.torture.steps import HANDING, NEED_A_PAUSE, STEPS, THEMES
 STEP_COUNT = 14
 TRIES = 3
 PASSING = (f"{GONE}*", "*.part", "*.tmp", "*.distcp.*", f"{MANIFEST_NAME}.*")
-"""What lies in the directory of a checkpoint on the way to something else: nothing when all is done."""
+"""Names of temporary files in the directory of a checkpoint. None is left when all work is done."""
 
 
 class Schedule:
-    """What happens is a function of the seed alone."""
+    """Runs and checks one schedule, which is a function of the seed alone."""
 
     def __init__(self, seed: int, base: Path, backend: Backend = SIMULATION) -> None:
         self.course = Course(seed, base, backend, sorted(THEMES))
@@ -37,7 +37,7 @@ class Schedule:
         self._weights = [weights[name] for name in self._names]
 
     def follow(self, script: Callable[[Course], None]) -> None:
-        """As `run`, with these steps in place of random ones."""
+        """Like `run`, with the steps of a script instead of random ones."""
         with self.course.cluster.installed():
             for node in self.course.cluster.nodes:
                 node.boot()
@@ -47,7 +47,7 @@ class Schedule:
             self._end()
 
     def run(self, steps: int = STEP_COUNT) -> None:
-        """Raises Violation where a promise was broken."""
+        """Raises Violation: a promise was broken."""
         course = self.course
         with course.cluster.installed():
             for node in course.cluster.nodes:
@@ -68,7 +68,7 @@ class Schedule:
         course.finish_step()
 
     def _run_another(self) -> None:
-        """One node has been used alone, by another run, before it comes to this cluster; its disk is as it was."""
+        """Lets another run use one node alone before it joins this cluster with its disk as it is."""
         course = self.course
         node = course.random.choice(course.cluster.nodes)
         job = course.backend.job(course.cluster, [node.index], Policy(course.policy.copies))
@@ -79,10 +79,10 @@ class Schedule:
         course.say(f"node {node.index} was of {FOREIGN}")
         node.switch_off()
 
-    # What must hold ----------------------------------------------------------------------------------------------
+    # Checks ----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """What must load on the nodes that can be reached, does: "latest", and one by name."""
+        """Checks that the reachable nodes load what they must: "latest", and one checkpoint by name."""
         course = self.course
         group = course.up()
         course.random.shuffle(group)
@@ -100,8 +100,8 @@ class Schedule:
         readers = self.course.random.choice([1, 1, 2])
         found = self.course.load(group, "latest", readers, with_bucket=with_bucket)
         for number in range(TRIES if newest is not None and oracle.has_newer(newest) else 0):
-            if found is None:  # the newer one is damaged, which this load was the first to see
-                if number:  # where its manifest is lost as well, that first looks as if a user removed it
+            if found is None:  # The newer one is damaged, and this load is the first to notice.
+                if number:  # If its manifest is lost, too, it first looks as if a user had removed it.
                     self.course.cluster.wait(LOST_AFTER_S + 5)
                 self.course.cluster.background()
                 found = self.course.load(group, "latest", readers=1, with_bucket=with_bucket)
@@ -115,7 +115,9 @@ class Schedule:
             raise Violation(f"{checkpoint_id} gave {found}, and not one of {current}")
 
     def _end(self) -> None:
-        """All disks are back, all were up for long enough: what was acknowledged last loads, and nothing is half done."""
+        """Checks the end, once all disks are back and all nodes were up long enough: the last acknowledged save loads,
+        and nothing is unfinished.
+        """
         course, cluster = self.course, self.course.cluster
         course.end_all_slow()
         course.end_job()
@@ -125,16 +127,16 @@ class Schedule:
         group = [node.index for node in cluster.nodes]
         cluster.wait(130.0)
         course.load(group, "latest", readers=1)
-        course.oracle.look()  # what the load has completed may be whole only until a policy takes it
+        course.oracle.look()  # A checkpoint that the load completed may be removed by a policy soon.
         cluster.protect()
-        for node in cluster.nodes if course.wiped else ():  # the disks that are lost will never answer
+        for node in cluster.nodes if course.wiped else ():  # Lost disks never answer.
             cluster.repair(node.index, lost=sorted(course.wiped & list_known_nodes(LocalStore(node.root))))
-        if course.policy.object_store is not None:  # what a node brings there last is still news to the others
+        if course.policy.object_store is not None:  # The other nodes do not know yet what the last node has brought.
             cluster.is_bucket_down = False
             cluster.name_bucket(course.policy.object_store)
             cluster.pass_time(60)
-            cluster.protect()  # and what that was kept for goes, on one node after the other
-        cluster.wait(AWAY_AFTER_S + 100)  # whoever said goodbye and was lost after that is given up by now
+            cluster.protect()  # Then the nodes remove, one after the other, what they kept for that.
+        cluster.wait(AWAY_AFTER_S + 100)  # Nodes that left and were then lost no longer count.
         said = cluster.protect()
         course.oracle.look()
         course.say(f"in the end: {said}")
@@ -150,9 +152,9 @@ class Schedule:
             self._check_bucket()
 
     def _check_bucket(self) -> None:
-        """All that was acknowledged is in the bucket by now, and loads from there when every node is lost.
+        """Checks that all acknowledged saves are in the bucket, and load from it when every node is lost.
 
-        But for a save that found another run's of its name there, which it had not seen: no upload goes over that.
+        Exception: a save whose name another run's unseen save has in the bucket. No upload overwrites that.
         """
         course = self.course
         course.cluster.pass_time(300)
@@ -177,7 +179,7 @@ class Schedule:
         return any(attempt.is_in_bucket for attempt in others)
 
     def _check_done(self, *, is_done: bool) -> None:
-        """What agents and command line say is true, and nothing is left over."""
+        """Checks that the reports of agents and of the command line are true, and that no work is left."""
         course = self.course
         audits = {node.index: Auditor(LocalStore(node.root)).audit() for node in course.cluster.nodes}
         codes = {index: exit_code(audit) for index, audit in audits.items()}
@@ -187,14 +189,14 @@ class Schedule:
         unread = [
             attempt for attempt in current if attempt.parts and not attempt.readable_on and self._is_left(attempt)
         ]
-        gone = {ExitCode.UNREACHABLE} if course.wiped else set()  # what had been the disk of that node never answers
+        gone = {ExitCode.UNREACHABLE} if course.wiped else set()  # The former disk of that node never answers.
         is_mended = all(attempt.has_all_parts() for attempt in (*published, *unread))
         if any(found.was_removed and not found.has_all_parts() for found in course.oracle.attempts):
-            gone.add(ExitCode.SHARD_LOST)  # what a person removed from some nodes, and the others did not have whole
+            gone.add(ExitCode.SHARD_LOST)  # removed from some nodes; the others lacked a part
         if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
-        left = course.oracle.find_left_by_people()
+        left = course.oracle.find_removed_by_operators()
         for attempt in published if is_done else ():
             if self._is_retired_elsewhere(attempt):
                 continue
@@ -218,36 +220,40 @@ class Schedule:
             else [found for found in oracle.attempts if found.readable_on and oracle.has_conflicting_run(found)]
         )
         lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
-        lost_ids |= oracle.find_left_by_people()
+        lost_ids |= oracle.find_removed_by_operators()
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
-        untold = set() if is_done else oracle.untold_manifests()
+        unidentified = set() if is_done else oracle.unidentified_manifests()
         aliases = (
             oracle.alias_ids()
-        )  # of a copy under another name, what its own had replaced was copied along, and stays
-        can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
-        is_known = is_mended and not oracle.forgotten_ids()  # else what it has replaced waits with it
+        )  # A copy under another name includes the versions that the original had replaced. They stay.
+        can_tell = is_done or not oracle.has_nameless()  # Otherwise the staged save cannot be identified.
+        is_known = is_mended and not oracle.forgotten_ids()  # Otherwise the version that it replaces waits, too.
         for node in self.course.cluster.nodes:
             waits = lost | {one.save_id for one in named if (node.root / one.checkpoint_id).is_dir()}
             left = [path for name in PASSING for path in node.root.glob(f"[!.]*/{name}")]
             left += _staged_in(node.root, waits) if can_tell else []
-            replaced = _replaced_in(node.root, copied | waits | unnamed, untold) if is_known else []
+            replaced = _replaced_in(node.root, copied | waits | unnamed, unidentified) if is_known else []
             left += [path for path in replaced if path.parent.name not in aliases]
             left += self._list_strays(node.index) if is_done else []
             if left:
                 raise Violation(f"left on node {node.index}: {sorted(map(str, left))}")
 
     def _list_strays(self, node: int) -> list[Path]:
-        """Files on this node that lie next to a version and are of none."""
-        found = [lying for lying in self.course.disks.lying() if lying.node == node and lying.is_published]
-        named = {lying.place for lying in found if lying.is_named and lying.manifest is not None}
-        strays = [lying for lying in found if lying.place in named and not lying.save_id]
-        ids = {lying.save_id for lying in found}
+        """Files on this node that lie next to a version and belong to none."""
+        found = [
+            version for version in self.course.disks.find_versions() if version.node == node and version.is_published
+        ]
+        named = {version.place for version in found if version.is_named and version.manifest is not None}
+        strays = [version for version in found if version.place in named and not version.save_id]
+        ids = {version.save_id for version in found}
         kept = [path for place in named for path in place.glob(f"{METADATA}.*") if path.name.split(".")[2] not in ids]
-        kept = [] if self.course.oracle.has_lost_manifests else kept  # nothing tells whose it is
-        return [*kept, *(path for lying in strays for path in lying.paths.values())]
+        kept = [] if self.course.oracle.has_lost_manifests else kept  # Nothing identifies its owner.
+        return [*kept, *(path for version in strays for path in version.paths.values())]
 
     def _is_retired_elsewhere(self, attempt: Attempt) -> bool:
-        """Whether a part of one that was retired stays on nodes whose ranks have named no policy: stock's, or put back."""
+        """Whether a part of a retired save stays on nodes whose ranks have named no policy: of stock torch, or restored
+        from a backup.
+        """
         if attempt.is_stock:
             return self.course.policy.keep_last is not None
         if self.course.oracle.is_kept(attempt.checkpoint_id):
@@ -256,8 +262,9 @@ class Schedule:
         return not any(book.read_all() for book in books)
 
     def _is_kept_for_loads(self, attempt: Attempt) -> bool:
-        """Whether one that was retired, or that a whole one replaced, lies only where a load was told to read it, minutes
-        ago at most: no real schedule waits until that is over, and no copies are made of it."""
+        """Whether a retired or replaced save is kept only for a recent load. Real schedules do not wait until that
+        ends, and no copies are made of such a save.
+        """
         stores = [LocalStore(node.root) for node in self.course.cluster.nodes]
         replaced = [store.root / attempt.checkpoint_id / replaced_name(attempt.save_id) for store in stores]
         aside = [path for path in replaced if path.exists()]
@@ -270,24 +277,27 @@ class Schedule:
         )
 
     def _versions_in(self, store: LocalStore, checkpoint_id: str) -> list[Path]:
-        """Manifests of what has the name there, and of what it has replaced: it stays, too, while a load reads that."""
+        """Manifests of the version with the name, and of replaced versions, which stay while a load reads them."""
         place = store.root / checkpoint_id
         return [place / MANIFEST_NAME, *place.glob(f"{REPLACED}*.json")]
 
     def _is_left(self, attempt: Attempt) -> bool:
-        """Whether anything lies under its name, if only files whose manifest is bad on every node."""
+        """Whether anything lies under its name, including files whose manifest is bad on every node."""
         return any((node.root / attempt.checkpoint_id).is_dir() for node in self.course.cluster.nodes)
 
     def _find_published(self, *, is_done: bool) -> set[str]:
-        """The saves that have their name on some node. One that waits for a bucket is held back, copies and all; and while
-        a person is waited for, a node may have one among its replaced versions that retention has made the newest."""
+        """The saves that have their name on some node. A save that waits for a bucket is held back with all its copies.
+        While the cluster waits for an operator, retention may have made a replaced version of a node the newest.
+        """
         if is_done and self.course.policy.object_store is None:
             return set()
         catalogs = [LocalStore(node.root).catalog for node in self.course.cluster.nodes]
         return {manifest.save_id for catalog in catalogs for _, manifest in catalog.committed()}
 
     def _is_blocked_by_reader(self, action: Action) -> bool:
-        """Whether a version that a load reads has a file name of the save: the node gets no manifest for PIN_S at most."""
+        """Whether a version that a load reads has a file of the same name. The node then gets no manifest for at most
+        PIN_S.
+        """
         if not isinstance(action, RestoreManifest):
             return False
         stores = [LocalStore(node.root) for node in self.course.cluster.nodes]
@@ -299,12 +309,12 @@ class Schedule:
         return any(is_read(place / replaced_name(manifest.save_id)) for manifest in read)
 
     def _check_conflicting_runs(self, audits: Mapping[int, Audit]) -> None:
-        """All that keeps re-protection from being done are two saves under one name, and `verify` says so, too.
+        """Checks that only two saves under one name keep re-protection from ending, and that `verify` reports them.
 
-        They are of two runs, or nobody can know any more of which run and time the older one is.
+        They belong to two runs, or the run and the time of the older one cannot be determined any more.
         """
         conflicting_runs = self.course.oracle.conflicting_ids() | self.course.oracle.forgotten_ids()
-        conflicting_runs |= self.course.oracle.find_left_by_people() | self.course.oracle.alias_ids()
+        conflicting_runs |= self.course.oracle.find_removed_by_operators() | self.course.oracle.alias_ids()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
         planned = {action for audit in audits.values() for action in audit.plan.actions}
         blocked = {action for action in planned if self._is_blocked_by_reader(action)}
@@ -319,17 +329,18 @@ class Schedule:
 
 
 def _staged_in(root: Path, waits: Collection[str]) -> list[Path]:
-    """What is staged there. A decided save `waits` for a part of which the schedule destroyed the last copy, its own or of
-    the save that has replaced it, or for the name that another run's save has there: a person may bring either."""
+    """Staged saves on this node. A decided save `waits` if the schedule destroyed the last copy of a part of it or of
+    its replacement, or if another run's save has its name. An operator can resolve both.
+    """
     return [path for path in (root / STAGING).glob("*") if path.name.partition(".")[0] not in waits]
 
 
-def _replaced_in(root: Path, stays: Collection[str], untold: Collection[Path]) -> list[Path]:
-    """The manifests of replaced versions there, but for those that an agent keeps for a load: for minutes, which no real
-    schedule waits.
+def _replaced_in(root: Path, stays: Collection[str], unidentified: Collection[Path]) -> list[Path]:
+    """Manifests of replaced versions on this node, except those that an agent keeps for minutes for a load. Real
+    schedules do not wait for those to end.
 
-    Of one that `stays` another node has the name, or a part of what replaced it is lost, or a person has removed that on
-    every node. What is `untold`, by a manifest that cannot be read, stays until all is done.
+    A version `stays` if another node has it under its name, if a part of its replacement is lost, or if an operator
+    removed the replacement on every node. An `unidentified` version, whose manifest is unreadable, stays until all is done.
     """
-    found = [path for path in root.glob(f"[!.]*/{REPLACED}*.json") if path not in untold and not is_read(path)]
+    found = [path for path in root.glob(f"[!.]*/{REPLACED}*.json") if path not in unidentified and not is_read(path)]
     return [path for path in found if path.name.removeprefix(REPLACED).partition(".")[0] not in stays]

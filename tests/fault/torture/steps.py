@@ -1,4 +1,4 @@
-"""The steps of a schedule: what people, jobs, agents and faults do, each at random."""
+"""The steps of a schedule: random actions of operators, jobs, agents and faults."""
 
 import errno
 import shutil
@@ -39,7 +39,7 @@ def save(course: Course) -> None:
 
 
 def save_with_a_kill(course: Course) -> None:
-    """A rank or an agent is killed at one step of a save."""
+    """A save in which a rank or an agent is killed at one step."""
     job = course.current_job()
     if job is None:
         return
@@ -52,14 +52,14 @@ def save_with_a_kill(course: Course) -> None:
 
 
 def _draw_point(course: Course, job: Any) -> tuple[bool, str, int]:
-    """Whether it happens to an agent, at which step of a save, and on which node."""
+    """Draws where a fault happens: to an agent or a rank, at which step of a save, and on which node."""
     is_agent = course.random.random() < 0.5
     name = course.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
     return is_agent, name, course.random.choice(job.nodes)
 
 
 def save_with_an_error(course: Course) -> None:
-    """The system refuses a rank or an agent something, once, at one step of a save."""
+    """A save in which one system call of a rank or agent fails once."""
     job = course.current_job()
     if job is None:
         return
@@ -73,7 +73,7 @@ def save_with_an_error(course: Course) -> None:
 
 
 def kill_with_a_shard(course: Course) -> None:
-    """An agent is killed with a shard that it was handed: its rank starts it again, and hands it over again."""
+    """Kills an agent that has accepted a shard. Its rank starts the agent again, and submits the shard again."""
     job = course.current_job()
     if job is None:
         return
@@ -87,7 +87,7 @@ def kill_with_a_shard(course: Course) -> None:
 
 
 def lose_trainers(course: Course) -> None:
-    """Every trainer is killed at one step of a save that is handed over; with them some agents, or none."""
+    """Kills every trainer at one step of a submitted save, and in some cases some agents, too."""
     job = course.current_job()
     if job is None:
         return
@@ -107,7 +107,7 @@ def lose_trainers(course: Course) -> None:
 
 
 def overwrite_with_an_outage(course: Course) -> None:
-    """Several nodes at once die, are switched off or cut off while a save decides or publishes."""
+    """Several nodes die, are switched off or are cut off at once while a save decides or publishes."""
     job = course.current_job()
     if job is None:
         return
@@ -115,7 +115,7 @@ def overwrite_with_an_outage(course: Course) -> None:
     name = course.random.choice(PUBLISHING_POINTS if is_agent else DECIDING_POINTS)
     node = course.random.choice(job.nodes) if is_agent else job.nodes[0]
     nodes = list(dict.fromkeys(job.nodes))
-    middle = len(nodes) // 2  # neighbours hold copies for each other, and fail together: they share a rack
+    middle = len(nodes) // 2  # Neighbours share a rack: they hold copies for each other, and fail together.
     some = course.random.sample(nodes, course.random.randint(1, len(nodes)))
     victims = frozenset(course.random.choice([some, nodes[:middle], nodes[middle:]]))
     outage = Outage(victims, course.random.choice(["agents", "off", "off", "cut"]))
@@ -131,7 +131,7 @@ def overwrite_with_an_outage(course: Course) -> None:
 
 
 def begin_slowly(course: Course) -> None:
-    """A save with a slow planner, a slow disk, or in the background: other things happen while it goes on."""
+    """Begins a save with a slow planner, with a slow disk, or in the background. Other steps run before it ends."""
     if len(course.slow) > 1:
         return
     job = course.new_job()
@@ -162,8 +162,8 @@ def _begin(course: Course, job: object, checkpoint_id: str, *, overwrite: bool, 
     return slow
 
 
-def twin(course: Course) -> None:
-    """Two jobs save under one id: one begins, the other saves meanwhile."""
+def save_twice_at_once(course: Course) -> None:
+    """Two jobs save under one id at the same time."""
     first = course.new_job()
     if first is None or len(course.slow) > 1:
         return
@@ -177,7 +177,7 @@ def twin(course: Course) -> None:
 
 
 def go_on(course: Course) -> None:
-    """A save that paused goes on to its end."""
+    """A paused save runs to its end."""
     if course.slow:
         course.go_on(course.random.choice(course.slow))
 
@@ -186,14 +186,14 @@ def go_on(course: Course) -> None:
 
 
 def load(course: Course) -> None:
-    nodes = course.island()
+    nodes = course.reachable()
     if nodes:
         group = course.random.sample(nodes, course.random.randint(1, len(nodes)))
         course.load(group, course.random.choice(["latest", *course.oracle.ids()]))
 
 
 def load_slowly(course: Course) -> None:
-    """A load finds its checkpoint, and other things happen before it reads it."""
+    """A load chooses its checkpoint. Other steps run before it reads."""
     group = course.up()
     ids = [found for found in course.oracle.ids() if course.oracle.must_load(found, group)]
     if not ids or course.slow_loads:
@@ -208,7 +208,7 @@ def load_slowly(course: Course) -> None:
 
 
 def read_on(course: Course) -> None:
-    """A load that paused goes on to its end."""
+    """A paused load runs to its end."""
     if course.slow_loads:
         course.read_on(course.slow_loads[0])
 
@@ -229,7 +229,7 @@ def kill_agent(course: Course) -> None:
 
 
 def leave(course: Course) -> None:
-    """Nodes are switched off, after their agents said goodbye or without."""
+    """Switches nodes off. Their agents leave in good order, or are killed."""
     nodes = [node for node in course.cluster.nodes if not node.is_off]
     chosen = course.random.sample(nodes, course.random.randint(0, len(nodes)))
     how = course.random.choice(["in good order", "in good order", "without a word"])
@@ -248,7 +248,7 @@ def _switch_off(course: Course, nodes: Sequence[Any], how: str) -> None:
 
 
 def trade_places(course: Course) -> None:
-    """All that are on are switched off, and then those that were off come up, without having met the others."""
+    """Switches all running nodes off, and then all others on. The two groups never run together."""
     off = [node for node in course.cluster.nodes if node.is_off]
     if off:
         on = [node for node in course.cluster.nodes if not node.is_off]
@@ -266,7 +266,7 @@ def restart(course: Course) -> None:
 
 
 def return_some(course: Course) -> None:
-    """Some of the nodes that are off are switched on, in any order; others may go."""
+    """Switches some of the stopped nodes on, in random order. Others may stop."""
     off = [node for node in course.cluster.nodes if node.is_off]
     chosen = course.random.sample(off, course.random.randint(min(1, len(off)), len(off)))
     if not chosen:
@@ -279,7 +279,7 @@ def return_some(course: Course) -> None:
 
 
 def wipe(course: Course) -> None:
-    """A node is lost with its disk, and comes back blank."""
+    """A node is lost with its disk, and returns empty."""
     node = course.random.choice(course.cluster.nodes)
     course.say(f"node {node.index} is lost with its disk, and comes back blank")
     course.disturbances += 1
@@ -294,7 +294,7 @@ def wipe(course: Course) -> None:
 
 
 def lose_disk(course: Course, node: Any) -> None:
-    """The node is off, and its disk is gone."""
+    """The stopped node loses its disk."""
     if (node.root / "node.json").exists():
         course.wiped.add(node.node_id())
     node.switch_off()
@@ -304,25 +304,29 @@ def lose_disk(course: Course, node: Any) -> None:
 
 
 def lose_checkpoint(course: Course) -> None:
-    """A person removes a checkpoint's directory from one node, whose agent is restarted: it is to get it again."""
+    """An operator removes a checkpoint's directory from one node, and its agent is restarted. The agent must fetch the
+    checkpoint again.
+    """
     node = course.random.choice(course.cluster.nodes)
     if node.is_off:
         return
     course.disturbances += 1
     node.kill()
     course.oracle.look()
-    found = [lying for lying in course.disks.lying() if lying.node == node.index and lying.is_named]
+    found = [version for version in course.disks.find_versions() if version.node == node.index and version.is_named]
     if not found:
         return
-    lying = course.random.choice(found)
-    course.say(f"node{node.index}/{lying.checkpoint_id} is removed, and the agent killed and started")
+    version = course.random.choice(found)
+    course.say(f"node{node.index}/{version.checkpoint_id} is removed, and the agent killed and started")
     for one in [
-        one for one in course.disks.lying() if one.node == node.index and one.checkpoint_id == lying.checkpoint_id
+        one
+        for one in course.disks.find_versions()
+        if one.node == node.index and one.checkpoint_id == version.checkpoint_id
     ]:
-        if one.place == lying.place:
+        if one.place == version.place:
             attempt = course.oracle.attempt_of(one)
             course.oracle.damaged(one, attempt, [*one.files, MANIFEST], is_data_intact=False)
-    shutil.rmtree(lying.place)
+    shutil.rmtree(version.place)
     node.boot()
 
 
@@ -347,24 +351,24 @@ def cut_or_heal(course: Course) -> None:
 
 def damage_a_file(course: Course) -> None:
     course.oracle.look()
-    found = [lying for lying in course.disks.lying() if lying.is_published]
+    found = [version for version in course.disks.find_versions() if version.is_published]
     if not found:
         return
-    lying = course.random.choice(found)
-    name, how = choose(sorted(lying.files), course.random)
-    course.say(f"{how} {name} of {lying.save_id or 'a save'} in {lying.place.relative_to(course.base)}")
+    version = course.random.choice(found)
+    name, how = choose(sorted(version.files), course.random)
+    course.say(f"{how} {name} of {version.save_id or 'a save'} in {version.place.relative_to(course.base)}")
     course.disturbances += 1
-    attempt = course.oracle.attempt_of(lying)
-    bad = damage(lying, name, how, course.random)
-    course.oracle.damaged(lying, attempt, bad, is_data_intact=how == "footer" and lying.manifest is not None)
+    attempt = course.oracle.attempt_of(version)
+    bad = damage(version, name, how, course.random)
+    course.oracle.damaged(version, attempt, bad, is_data_intact=how == "footer" and version.manifest is not None)
 
 
 # Background ------------------------------------------------------------------------------------------------------
 
 
 def protect(course: Course) -> None:
-    """The agents get the time to look at everything and to do what is to be done."""
-    course.introduce()  # agents take copies of those whom they have met
+    """Gives the agents time to read everything and to do all work."""
+    course.introduce()  # Agents copy from nodes that they have met.
     said = course.cluster.protect()
     done = bool(said) and all(found.is_complete for found in said)
     course.counts["protected"] += done
@@ -378,7 +382,7 @@ def pass_time(course: Course) -> None:
 
 
 def round_slowly(course: Course) -> None:
-    """One agent's background work pauses in the middle, as with a slow disk, while what else is under way goes on."""
+    """The background work of one agent pauses in the middle, as on a slow disk, while other operations continue."""
     nodes = [node for node in course.cluster.nodes if node.is_up]
     if not nodes:
         return
@@ -406,7 +410,7 @@ def round_slowly(course: Course) -> None:
 
 def scatter(course: Course) -> None:
     """A job with torch's own writer leaves a checkpoint on the nodes' disks."""
-    nodes = course.island()
+    nodes = course.reachable()
     if len(nodes) < 2:
         return
     world = course.random.sample(nodes, course.random.randint(2, len(nodes)))
@@ -420,7 +424,7 @@ def scatter(course: Course) -> None:
 
 
 def run_repair(course: Course) -> None:
-    """A person runs `replicated-ckpt repair` on a node; a process may be killed at any step."""
+    """An operator runs `replicated-ckpt repair` on a node. A process may be killed at any step."""
     up = course.up()
     if not up:
         return
@@ -447,7 +451,7 @@ STEPS: dict[str, tuple[int, Callable[[Course], None]]] = {
     "save_with_a_kill": (4, save_with_a_kill),
     "overwrite_with_an_outage": (2, overwrite_with_an_outage),
     "begin_slowly": (2, begin_slowly),
-    "twin": (1, twin),
+    "save_twice_at_once": (1, save_twice_at_once),
     "go_on": (1, go_on),
     "load": (3, load),
     "load_slowly": (1, load_slowly),
@@ -473,11 +477,19 @@ STEPS: dict[str, tuple[int, Callable[[Course], None]]] = {
 }
 """By name: how often it is drawn where anything may happen, and what it does."""
 
-NEED_A_PAUSE = {"begin_slowly", "twin", "go_on", "round_slowly", "load_slowly", "read_on", "bucket_comes_and_goes"}
-"""Steps that only a simulation can do: something pauses in the middle, or a bucket does not answer."""
+NEED_A_PAUSE = {
+    "begin_slowly",
+    "save_twice_at_once",
+    "go_on",
+    "round_slowly",
+    "load_slowly",
+    "read_on",
+    "bucket_comes_and_goes",
+}
+"""Steps for simulations only: an operation pauses in the middle, or a bucket does not answer."""
 ANYTHING = {name: weight for name, (weight, _) in STEPS.items()}
 HANDING = {"lose_trainers": 5, "kill_with_a_shard": 2}
-"""How often steps are drawn besides where jobs hand their saves over."""
+"""Additional weights of steps if jobs submit their saves."""
 THEMES: dict[str, dict[str, int]] = {
     "anything": ANYTHING,
     "outages": {
@@ -493,7 +505,7 @@ THEMES: dict[str, dict[str, int]] = {
         "begin_slowly": 6,
         "round_slowly": 6,
         "go_on": 2,
-        "twin": 2,
+        "save_twice_at_once": 2,
         "lose_checkpoint": 5,
         "wipe": 2,
         "save": 2,
@@ -523,7 +535,7 @@ SCRIPT_STEPS = 14
 def save_and_take_steps(
     course: Course, own_steps: Mapping[str, Callable[[Course], None]], weights: Mapping[str, int]
 ) -> None:
-    """A save, then steps that are drawn by these weights: a script's own, and those of all schedules."""
+    """One save, then steps drawn by these weights: a script's own, and those of all schedules."""
     save(course)
     names = [name for name in weights if not (course.hands_over and name in NEED_A_PAUSE)]
     for _ in range(SCRIPT_STEPS):

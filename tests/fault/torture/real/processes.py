@@ -1,4 +1,4 @@
-"""The same cluster made of real processes: real agents, real ranks over gloo, real SIGKILL and SIGSTOP."""
+"""The cluster of real processes: real agents, real ranks over gloo, real SIGKILL and SIGSTOP."""
 
 import json
 import signal
@@ -35,9 +35,9 @@ from tests.steps import torture
 LOST_AFTER_S, AWAY_AFTER_S = 1.5, 5.0
 PROTECT_WITHIN_S, LEAVE_WITHIN_S = 60.0, 120.0
 IDLE_EXIT_S = 1200.0
-"""Longer than any schedule. Agents of a run that was killed end after it."""
+"""Longer than any schedule. If a run is killed, its agents end after this time."""
 WAIT_S_MAX = 6.0
-"""No wait is longer: it is beyond the grace of a save that was just opened, and beyond both of the above."""
+"""The longest wait: longer than the grace period of a newly opened save, and than both times above."""
 _POLL_S = 0.1
 _LOOK_S = 0.005
 
@@ -75,7 +75,9 @@ class RealNode:
         self.boot()
 
     def leave(self) -> None:
-        """The agent ends in good order: the others hear that its disk is intact. One that has stopped itself goes on."""
+        """The agent ends in good order, and informs the others that its disk is intact. An agent that has stopped
+        itself is continued.
+        """
         pid = self._node.agent_pid()
         if pid is not None:
             signal_if_running(pid, signal.SIGTERM)
@@ -99,14 +101,14 @@ class RealNode:
         return self._asked("GET", "/v1/status")
 
     def scrub(self) -> None:
-        """What the scrub would do in its time: reads all that lies there, and says what is bad."""
+        """Reads all data on the node as the scrub would, and reports what is bad."""
         for finding in self._asked("POST", "/v1/verify", {})["findings"]:
             if finding["problem"] == Problem.CORRUPT.value and finding["save_id"]:
                 names = {key: finding[key] for key in ("checkpoint_id", "save_id", "name")}
                 self._asked("POST", "/v1/suspects", names)
 
     def has_round(self) -> None:
-        """Has re-protection look again now: an empty plan is carried out at once, and a round follows."""
+        """Starts a round of re-protection: an empty plan is carried out at once, and a round follows."""
         self._asked("POST", "/v1/repair", {"plan": {"restore": [], "copy": [], "short": []}})
 
     def _asked(self, method: str, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -117,7 +119,9 @@ class RealNode:
 
 
 class RealNetwork:
-    """A node that is cut off is one whose agent is stopped: it accepts connections, and answers not even its own ranks."""
+    """A partition: the agent of a node that is cut off is stopped. It accepts connections, but does not answer, not
+    even its own ranks.
+    """
 
     def __init__(self, cluster: "RealCluster") -> None:
         self._cluster = cluster
@@ -134,8 +138,8 @@ class RealNetwork:
         self._cut = set(nodes)
         self.apply()
 
-    def split(self, island: Collection[int]) -> None:
-        self.cut = set(island)
+    def split(self, nodes: Collection[int]) -> None:
+        self.cut = set(nodes)
 
     def is_reached(self, node: int, by: int) -> bool:
         return not {node, by} & self._cut
@@ -146,7 +150,7 @@ class RealNetwork:
 
 
 class Ambush(threading.Thread):
-    """Waits until a process stops itself at a failpoint, has the outage happen, and lets the process go on."""
+    """Waits until a process stops itself at a failpoint, causes the outage, and lets the process continue."""
 
     def __init__(self, cluster: "RealCluster", node: int, outage: Outage, *, is_agent: bool) -> None:
         super().__init__(daemon=True)
@@ -187,7 +191,7 @@ def _state_of(pid: int) -> str:
 
 
 class RealCluster:
-    """What a schedule needs of a cluster, with real processes."""
+    """The operations that a schedule needs, with real processes."""
 
     is_bucket_down = False
 
@@ -225,7 +229,7 @@ class RealCluster:
         self.wait(seconds)
 
     def background(self) -> None:
-        """The agents' own threads do it."""
+        """Does nothing: the agents' own threads do the work."""
 
     # Faults at failpoints ----------------------------------------------------------------------------------------
 
@@ -260,13 +264,13 @@ class RealCluster:
                 self.nodes[index].kill()
 
     def rank_pids(self, node: int) -> list[int]:
-        """The ranks of this node in the launch under way."""
+        """The ranks of this node in the running launch."""
         folder = self.base / "cluster" / f"launch{self.processes._launches}"
         paths = [folder / f"rank{rank}.pid" for rank, place in enumerate(self.world) if place == node]
         return [int(text) for path in paths if path.exists() and (text := path.read_text())]
 
     def settle_kill(self) -> Actor | None:
-        """Who was hit, if anybody; nothing is armed afterwards."""
+        """The process that was hit, or None. Afterwards no fault is planned."""
         if self._planned is None:
             return None
         (node, is_agent), self._planned = self._planned, None
@@ -280,16 +284,17 @@ class RealCluster:
         else:
             found = Actor(node, is_agent=True) if self.processes.agent_code(node, 0.3) == -signal.SIGKILL else None
         if is_agent and self.nodes[node].is_up and node not in self.network.cut:
-            self.nodes[node].leave()  # it is armed
+            self.nodes[node].leave()  # It is armed.
             self.nodes[node].boot()
         return found
 
     # Background work ---------------------------------------------------------------------------------------------
 
     def protect(self) -> list[Any]:
-        """Waits until every agent that answers says that everything has its copies, and still does two rounds later.
+        """Waits until every reachable agent reports that everything has its copies, and still reports it two rounds
+        later.
 
-        Returns what each says in the end, alike for all.
+        Returns the last reports, which are all alike.
         """
         time.sleep(LOST_AFTER_S)
         deadline = time.monotonic() + PROTECT_WITHIN_S
@@ -312,21 +317,21 @@ class RealCluster:
                 return [SimpleNamespace(is_complete=is_done) for _ in said]
 
     def repair(self, node: int, lost: Sequence[str] = ()) -> str:
-        """`replicated-ckpt repair` on a node; its exit code."""
+        """Runs `replicated-ckpt repair` on a node. Returns its exit code."""
         root, options = str(self.nodes[node].root), [part for name in lost for part in ("--lost", name)]
         program = "from replicated_ckpt.cli.main import main; raise SystemExit(main())"
         command = [sys.executable, "-c", program, "repair", "--root", root, *options]
         return str(subprocess.run(command, capture_output=True, check=False, timeout=120).returncode)
 
     def name_bucket(self, url: str) -> None:
-        """As ranks of the next job do."""
+        """Names the bucket to the agents, as ranks of the next job do."""
         for node in self.nodes:
             problems = ObjectTier(LocalStore(node.root), ObjectTarget.check_supported(url, None), 1).submit()
             assert not problems, problems
 
 
 class RealJob:
-    """A job: each save and each load is a world of new processes."""
+    """A job. Each save and each load runs in a world of new processes."""
 
     def __init__(self, cluster: RealCluster, nodes: Sequence[int], policy: Policy) -> None:
         self.cluster = cluster
@@ -338,7 +343,7 @@ class RealJob:
         self.is_dead = True
 
     def _ran(self, step: Call[T]) -> tuple[list[int | None], list[T]]:
-        """Exit codes, and what the ranks that got there returned. Ranks of one node are neighbours here."""
+        """Exit codes, and the results of the ranks that returned one. Ranks of one node are neighbours here."""
         order = list(dict.fromkeys(self.nodes))
         for node in order:
             self.cluster.nodes[node].boot()
@@ -372,7 +377,7 @@ class RealJob:
         return Saved(None, min(value["copies_made"] for value in values), warnings)
 
     def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
-        """What torch's own writer does on node-local disks."""
+        """Saves with torch's own writer to node-local disks."""
         codes, _ = self._ran(call(torture.save_with_stock_torch, checkpoint_id=checkpoint_id, attempt=attempt))
         assert not any(codes), f"stock torch's save ended with {codes}"
 

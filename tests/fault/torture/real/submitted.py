@@ -1,4 +1,4 @@
-"""Saves that real ranks hand over: when agents have done what is left of one, and whether they had all they need for it."""
+"""Submitted saves of real ranks: when agents have finished one, and whether they had its outline."""
 
 import time
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ AFTER_OUTLINE |= {"agent.decided", "agent.finished", "agent.decision-staged", "c
 
 
 class SubmittedSaves:
-    """What a schedule asks of a cluster about saves that are handed over."""
+    """What a schedule asks the cluster about submitted saves."""
 
     def __init__(self, cluster: "RealCluster") -> None:
         self._cluster = cluster
@@ -24,10 +24,10 @@ class SubmittedSaves:
         """The failpoint at which the outage of the save under way waits, or has happened."""
 
     def expect(self) -> None:
-        """A save that is handed over begins."""
+        """Called when a submitted save begins."""
 
     def finish(self) -> None:
-        """Waits until no agent that answers has anything staged; some may wait for nodes that are away."""
+        """Waits until no reachable agent has a staged save, except those that wait for absent nodes."""
         nodes = self._cluster.nodes
         answering = [node for node in nodes if node.is_up and node.index not in self._cluster.network.cut]
         deadline = time.monotonic() + (FINISH_S if len(answering) == len(nodes) else FINISH_DISTURBED_S)
@@ -35,7 +35,7 @@ class SubmittedSaves:
             time.sleep(_POLL_S)
 
     def had_outline(self) -> bool | None:
-        """Whether the coordinator's agent had the outline when the outage came; None where that cannot be told."""
+        """Whether the coordinator's agent had the outline at the time of the outage. None: that is unknown."""
         if self.outage_at in BEFORE_OUTLINE:
             return False
         return True if self.outage_at in AFTER_OUTLINE else None

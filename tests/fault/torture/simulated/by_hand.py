@@ -1,6 +1,6 @@
-"""What people do to the files of stores: versions are copied, moved away and back, removed and touched.
+"""Operators change the files of stores by hand: they copy, move, remove and touch versions.
 
-And stores are restored from an old backup, or put into each other's place. Agents run meanwhile, or were killed just now.
+They also restore stores from old backups, and swap them. Agents run meanwhile, or were killed before.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from pathlib import Path
 from replicated_ckpt.core.layout import AGENT_DIR, NODE_NAME, STAGING_DIR, is_save_id
 from replicated_ckpt.stores.local.directories.intent import Intent
 from tests.fault.torture.course import Course
-from tests.fault.torture.disks import Lying
+from tests.fault.torture.disks import FoundVersion
 from tests.fault.torture.simulated.cluster import Node
 from tests.fault.torture.simulated.faults import Outage
 from tests.fault.torture.steps import save_and_take_steps
 
 AWAY, BACKUPS = "away", "backups"
 MOMENTS_S = [0.0, 1e9, 4e9]
-"""What `touch` sets: 1970, 2001 and 2096."""
+"""Times that `touch` sets: 1970, 2001 and 2096."""
 
 
 def touch_files_often(course: Course) -> None:
-    """For any seed: files of stores are touched by hand, between saves, loads and faults."""
+    """For any seed: operators change files of stores between saves, loads and faults."""
     save_and_take_steps(course, _OWN_STEPS, _WEIGHTS)
     group = course.up()
     for alias in sorted(course.oracle.alias_ids()) if group else ():
@@ -32,44 +32,46 @@ def touch_files_often(course: Course) -> None:
 
 
 def copy_to_name(course: Course) -> None:
-    """`cp -r` of a checkpoint to a new name: on every node that has it, or on one."""
-    lying = _draw_version(course)
-    if lying is None:
+    """`cp -r` of a checkpoint to a new name, on every node that has it or on one."""
+    version = _draw_version(course)
+    if version is None:
         return
     alias = f"copy-{len(course.lines)}"
-    same = [one for one in course.disks.lying() if one.is_named and one.save_id == lying.save_id and one.save_id]
-    some = course.random.choice([same, [lying]])
+    same = [
+        one for one in course.disks.find_versions() if one.is_named and one.save_id == version.save_id and one.save_id
+    ]
+    some = course.random.choice([same, [version]])
     for one in some:
         with _hands_on(course, one.node, f"cp -r {one.checkpoint_id} {alias}"):
             shutil.copytree(one.place, one.place.with_name(alias), dirs_exist_ok=True)
 
 
 def copy_to_node(course: Course) -> None:
-    """`rsync -a` of a checkpoint to another node, over what has its name there, or in its place."""
-    lying = _draw_version(course)
-    if lying is None:
+    """`rsync -a` of a checkpoint to another node, over the version that has its name there, or instead of it."""
+    version = _draw_version(course)
+    if version is None:
         return
-    target = course.random.choice([node for node in course.cluster.nodes if node.index != lying.node])
-    place, is_instead = target.root / lying.checkpoint_id, course.random.random() < 0.5
+    target = course.random.choice([node for node in course.cluster.nodes if node.index != version.node])
+    place, is_instead = target.root / version.checkpoint_id, course.random.random() < 0.5
     how = " --delete" if is_instead else ""
-    with _hands_on(course, target.index, f"rsync -a{how} node{lying.node}/{lying.checkpoint_id}"):
+    with _hands_on(course, target.index, f"rsync -a{how} node{version.node}/{version.checkpoint_id}"):
         if is_instead:
             shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(lying.place, place, dirs_exist_ok=True)
+        shutil.copytree(version.place, place, dirs_exist_ok=True)
 
 
 def move_away(course: Course) -> None:
     """`mv` of a version out of the store."""
-    lying = _draw_version(course)
-    if lying is not None:
-        away = course.base / AWAY / f"{len(course.lines)}" / str(lying.node) / lying.checkpoint_id
+    version = _draw_version(course)
+    if version is not None:
+        away = course.base / AWAY / f"{len(course.lines)}" / str(version.node) / version.checkpoint_id
         away.parent.mkdir(parents=True)
-        with _hands_on(course, lying.node, f"mv {lying.checkpoint_id} away"):
-            lying.place.rename(away)
+        with _hands_on(course, version.node, f"mv {version.checkpoint_id} away"):
+            version.place.rename(away)
 
 
 def move_back(course: Course) -> None:
-    """`mv` of a version that was moved away back to its name, where that is free."""
+    """`mv` of a version that was moved out back to its name, if the name is free."""
     away = sorted((course.base / AWAY).glob("*/*/*"))
     if not away:
         return
@@ -81,33 +83,33 @@ def move_back(course: Course) -> None:
 
 
 def remove_by_hand(course: Course) -> None:
-    """`rm -r` of what has a name, or `rm` of the files of a version that was replaced."""
+    """`rm -r` of a version with a name, or `rm` of the files of a replaced version."""
     course.oracle.look()
-    found = [lying for lying in course.disks.lying() if lying.is_published]
+    found = [version for version in course.disks.find_versions() if version.is_published]
     if found:
-        lying = course.random.choice(found)
-        which = "" if lying.is_named else f", but only of save {lying.save_id}"
-        with _hands_on(course, lying.node, f"rm -r {lying.place.relative_to(course.base)}{which}"):
-            if lying.is_named:
-                shutil.rmtree(lying.place)
-            for path in lying.paths.values() if not lying.is_named else ():
+        version = course.random.choice(found)
+        which = "" if version.is_named else f", but only of save {version.save_id}"
+        with _hands_on(course, version.node, f"rm -r {version.place.relative_to(course.base)}{which}"):
+            if version.is_named:
+                shutil.rmtree(version.place)
+            for path in version.paths.values() if not version.is_named else ():
                 path.unlink()
 
 
 def change_times(course: Course) -> None:
-    """`touch` of all files of a version, and `chmod` to read-only: no byte is another one."""
-    lying = _draw_version(course)
-    if lying is None:
+    """`touch` of all files of a version, and `chmod` to read-only. No byte changes."""
+    version = _draw_version(course)
+    if version is None:
         return
     moment = course.random.choice(MOMENTS_S)
-    with _hands_on(course, lying.node, f"touch and chmod a-w {lying.checkpoint_id}/*"):
-        for path in (*lying.place.iterdir(), lying.place):
+    with _hands_on(course, version.node, f"touch and chmod a-w {version.checkpoint_id}/*"):
+        for path in (*version.place.iterdir(), version.place):
             os.utime(path, (moment, moment))
             path.chmod(path.stat().st_mode & ~0o222)
 
 
 def back_up(course: Course) -> None:
-    """`rsync -a` of a whole store to elsewhere; without the agent's tokens, as SECURITY.md has it, or with them."""
+    """`rsync -a` of a whole store to a backup, without the agent's tokens as SECURITY.md advises, or with them."""
     node, without = course.random.choice(course.cluster.nodes), course.random.choice(["", AGENT_DIR])
     if node.root.is_dir():
         course.say(f"node{node.index} is backed up{' without ' * bool(without)}{without}")
@@ -116,7 +118,7 @@ def back_up(course: Course) -> None:
 
 
 def restore(course: Course) -> None:
-    """`rsync -a` of an old backup over the store, with or without `--delete`, while nothing runs there."""
+    """`rsync -a` of an old backup over the store, with or without `--delete`, while nothing runs on the node."""
     backups = sorted((course.base / BACKUPS).glob("*/*"))
     if not backups:
         return
@@ -131,13 +133,15 @@ def restore(course: Course) -> None:
 
 
 def _holds_an_open_save(backup: Path) -> bool:
-    """Whether it was made while a save was open that this node coordinated, which may have decided it a moment later."""
+    """Whether the backup was made during a save that this node coordinated. The save may have been decided a moment
+    later.
+    """
     paths = [path for path in (backup / STAGING_DIR).glob("*.json") if is_save_id(path.stem)]
     return any(Intent.read_intent(path.stem, path).coordinator in (_identity(backup), "") for path in paths)
 
 
 def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_another: bool) -> None:
-    """`is_another`: it is another node from then on."""
+    """Restores a backup. `is_another`: from then on the node has a new identity."""
     was = _identity(node.root)
     said_as = f"rsync -a{' --delete' if is_instead else ''} of an old backup{', as another node' if is_another else ''}"
     with _hands_on(course, node.index, said_as, is_down=True):
@@ -151,13 +155,13 @@ def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_a
 
 
 def make_another_node(root: Path) -> None:
-    """As docs/limits.md says of a store that is put back to an earlier state."""
+    """Gives the store a new identity, as docs/limits.md demands after a restore of an earlier state."""
     (root / NODE_NAME).unlink(missing_ok=True)
     shutil.rmtree(root / AGENT_DIR, ignore_errors=True)
 
 
 def swap_stores(course: Course) -> None:
-    """Two nodes get each other's disks."""
+    """Swaps the disks of two nodes."""
     nodes = [node for node in course.cluster.nodes if not node.is_off and node.root.is_dir() and _is_idle(course, node)]
     if len(nodes) < 2:
         return
@@ -175,14 +179,14 @@ def swap_stores(course: Course) -> None:
         node.boot()
 
 
-def _draw_version(course: Course) -> Lying | None:
+def _draw_version(course: Course) -> FoundVersion | None:
     course.oracle.look()
-    found = [lying for lying in course.disks.lying() if lying.is_named and lying.manifest is not None]
+    found = [version for version in course.disks.find_versions() if version.is_named and version.manifest is not None]
     return course.random.choice(found) if found else None
 
 
 def _is_idle(course: Course, node: Node) -> bool:
-    """Whether no save or load is under way there, which would go on with files of another time."""
+    """Whether no save or load runs on the node. It would continue with files of another time."""
     jobs = [slow.job for slow in course.slow] + [load.job for load in course.slow_loads]
     return not any(node.index in job.nodes for job in jobs)
 
@@ -195,9 +199,10 @@ def _identity(root: Path) -> str:
 
 @contextlib.contextmanager
 def _hands_on(course: Course, index: int, what: str, *, is_down: bool = False) -> Iterator[None]:
-    """In the block a person changes files of this node. The agent runs, or was killed, and may be started afterwards.
+    """In the block an operator changes files of this node. Its agent runs, or was killed, and may be started
+    afterwards.
 
-    What only these files held may be lost: the oracle is told what is not there any more.
+    Parts that lay only in these files may be lost. The oracle records which ones are gone.
     """
     node = course.cluster.nodes[index]
     how = course.random.choice(["killed", "told to stop"] if is_down else ["runs", "runs", "killed"])
@@ -263,8 +268,9 @@ SEED = 25
 
 
 def a_coordinator_goes_back(course: Course) -> None:
-    """A node that had staged a part of a save comes back. The coordinator's store is older than that save by then, and the
-    node that has published it is off. It is the same node still."""
+    """A node that had staged a part of a save returns. The coordinator's store was restored to a state before that
+    save, and the node that has published the save is off. The coordinator's identity is unchanged.
+    """
     job = course.backend.job(course.cluster, [0, 1, 2], course.policy)
     course.save(job, "step-1", overwrite=False)
     back, silent, late = course.cluster.nodes[:3]

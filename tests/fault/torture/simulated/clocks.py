@@ -1,18 +1,20 @@
-"""Wall clocks of nodes: each has an offset of its own, and jumps, also in the middle of a save, when a process reads it."""
+"""Wall clocks of nodes. Each has its own offset, and may jump whenever a process reads it, also in the middle of a
+save.
+"""
 
 from collections.abc import Sequence
 from random import Random
 
 UNIX_S = 1.7e9
-"""What a true clock shows when a simulation begins, less what its own clock does."""
+"""The true wall clock at the begin of a simulation, minus the simulation's own clock."""
 SMALL_S = [0, 0, 0.5, 3, 40, 600, 5 * 3600]
 LARGE_S = [0, 0, 3 * 86_400, 31_557_600, 12 * 31_557_600]
-"""A clock is so far ahead of the true one, or behind it. Ten digits show all these times: no manifest gets longer."""
+"""Offsets from the true clock. All these times have ten digits, so that manifests keep their length."""
 JUMP_SHARE, LARGE_SHARE = 0.1, 0.2
 
 
 class TrueClocks:
-    """Every node shows the same time."""
+    """All nodes show the same time."""
 
     are_true = True
 
@@ -22,9 +24,10 @@ class TrueClocks:
 
 
 class OddClocks(TrueClocks):
-    """What each node shows is a function of the seed, and of how often its processes read it: that is when it jumps.
+    """Wrong clocks. Each reading is a function of the seed and of the number of readings so far, at which the clock
+    jumps.
 
-    Days and years it jumps once at most, as where a host that has started hears the time.
+    A clock jumps by days or years at most once, like the clock of a host that reaches its time server after its start.
     """
 
     are_true = False
@@ -37,7 +40,9 @@ class OddClocks(TrueClocks):
         self.jumps = 0
 
     def offset_s(self, node: int) -> float:
-        """Ranks and agents of a node have one clock, which one of them reads now."""
+        """The offset of the node's clock, which ranks and agents of the node share. Called by a process that reads it
+        now.
+        """
         if node not in self._large_s:
             self._large_s[node], self._small_s[node] = self._draw(LARGE_S), self._draw(SMALL_S)
         elif self._random.random() < JUMP_SHARE:

@@ -1,4 +1,4 @@
-"""The simulated cluster: real stores, services and routes of several nodes in one process, with a clock of its own."""
+"""The simulated cluster: real stores, services and routes of several nodes in one process, with a simulated clock."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ from tests.fault.torture.simulated.operations import (
     SimulatedLock,
     is_simulated_thread,
 )
-from tests.fault.torture.simulated.pretence import pretences
+from tests.fault.torture.simulated.replacements import replacements
 from tests.fault.torture.simulated.threads import Threads
 
 LOST_AFTER_S = 30.0
@@ -65,7 +65,7 @@ class NoPace(Pace):
 
 
 class Node:
-    """One simulated node: its disk, and its agent while one runs. Nothing runs on one that `is_off`."""
+    """One simulated node: its disk, and its agent while one runs. Nothing runs on a node that `is_off`."""
 
     def __init__(self, cluster: "Cluster", index: int) -> None:
         self.cluster = cluster
@@ -87,7 +87,7 @@ class Node:
         return str(self.service.node_id)
 
     def boot(self) -> None:
-        """Starts the agent, if none runs, as `agent.life` does."""
+        """Starts the agent if none runs, as `agent.life` does."""
         if self.is_off:
             raise StoreUnavailable(f"node {self.index}", "start", "agent", "the machine is off")
         if self.is_up:
@@ -161,7 +161,7 @@ class Node:
         return self.endpoint.address(f"host{self.index}")
 
     def leave(self) -> None:
-        """The agent ends in good order: the others hear that its disk is intact."""
+        """The agent ends in good order, and informs the others that its disk is intact."""
         if self.agent is not None and self.is_up:
             with self.cluster.network.acting(self.agent):
                 self.is_leaving = True
@@ -177,13 +177,13 @@ class Node:
             self.release_locks()
 
     def release_locks(self) -> None:
-        """What the kernel does when an agent ends."""
+        """Releases the agent's locks, as the kernel does when a process ends."""
         if self.service is not None:
             for save_id in list(self.service.pins._lock_by_save):
                 self.service.pins._close(save_id)
 
     def switch_off(self) -> None:
-        """The machine is gone with all its processes; its disk is as it was."""
+        """The machine stops with all its processes. Its disk stays as it is."""
         self.is_off = True
         self.kill()
         for rank in [rank for rank in self.cluster.ranks if rank.node == self.index]:
@@ -199,7 +199,7 @@ class Node:
 
 
 class Cluster:
-    """All nodes, the network between them, the operations under way, and the faults that wait at failpoints."""
+    """All nodes, their network, the running operations, and the faults that are planned at failpoints."""
 
     def __init__(self, base: Path, count: int, seed: int, clocks: TrueClocks | None = None) -> None:
         self.base = base
@@ -218,15 +218,15 @@ class Cluster:
         self.threads = self.submitted = Threads(self, seed)
 
     def now(self) -> float:
-        """Seconds on the one clock that never jumps."""
+        """Seconds on the monotonic clock."""
         return self._clock
 
     def unix_now(self, node: int | None = None) -> float:
-        """What a node's wall clock shows; None: of the node whose process runs."""
+        """The wall clock of a node. None: of the node whose process runs now."""
         return UNIX_S + self._clock + self.clocks.offset_s(self.network.actor.node if node is None else node)
 
     def read_wall_clock(self) -> float:
-        """Stands in for `time.time`; a thread that is not of the simulation has the true time."""
+        """Replaces `time.time`. Threads outside of the simulation get the true time."""
         return self.unix_now() if self._is_ours() else _REAL_TIME()
 
     def wait(self, seconds: float) -> None:
@@ -234,9 +234,9 @@ class Cluster:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Everything that a simulation replaces: the network, the clock, chance, and threads."""
+        """Installs all replacements of a simulation: network, clock, random numbers and threads."""
         with ExitStack() as stack:
-            for patch in pretences(self):
+            for patch in replacements(self):
                 stack.enter_context(patch)
             stack.enter_context(self.faults.armed())
             try:
@@ -247,7 +247,7 @@ class Cluster:
                     node.release_locks()
 
     def draw_uuid(self) -> uuid.UUID:
-        """Stands in for `uuid.uuid4`; a thread that an earlier test has left behind draws none of the simulation's."""
+        """Replaces `uuid.uuid4`. A thread that an earlier test has left gets a true UUID."""
         return uuid.UUID(int=(self.random if self._is_ours() else _ELSEWHERE).getrandbits(128), version=4)
 
     def _is_ours(self) -> bool:
@@ -256,15 +256,15 @@ class Cluster:
     # Faults at failpoints ----------------------------------------------------------------------------------------
 
     def plan_kill(self, name: str, node: int, *, is_agent: bool) -> None:
-        """The next process of this kind on this node that reaches the failpoint is killed there."""
+        """The next such process on this node that reaches the failpoint is killed there."""
         self.faults.plan_kill(name, node, is_agent=is_agent)
 
     def plan_error(self, name: str, node: int, *, is_agent: bool, error: int) -> None:
-        """The next such process that reaches the failpoint is given this error number by the system there."""
+        """The next such process that reaches the failpoint gets this error number from the system."""
         self.faults.plan_error(name, node, is_agent=is_agent, error=error)
 
     def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
-        """When such a process reaches the failpoint, what `outage` says happens to several nodes at once."""
+        """When such a process reaches the failpoint, `outage` happens to several nodes at once."""
         self.faults.plan_outage(name, node, is_agent=is_agent, outage=outage)
 
     def _suffer(self, outage: Outage) -> None:
@@ -282,20 +282,22 @@ class Cluster:
                 self.nodes[index].kill()
 
     def _in_order_of_death(self, nodes: Iterable[int]) -> list[int]:
-        """First that which runs now: what it has locked is free once it is dead, and the others may ask for it."""
+        """The nodes in the order in which they stop. The running one is first: once it is dead, others may take its
+        locks.
+        """
         now = self.operations.running.actors[-1].node
         return sorted(nodes, key=lambda index: (index != now, index))
 
     def settle_kill(self) -> Actor | None:
-        """Who was killed at a failpoint, if any was; nothing waits at a failpoint afterwards."""
+        """The process that was killed at a failpoint, or None. Afterwards no fault is planned."""
         return self.faults.settle()
 
     def begin(self, name: str, work: Callable[[], Any], point: str) -> Operation:
-        """Runs an operation until it is over, or pauses where it first reaches this failpoint."""
+        """Runs an operation until it ends, or pauses where it first reaches this failpoint."""
         return self.operations.start(name, work, lambda reached, _: reached == point)
 
     def resume(self, operation: Operation) -> None:
-        """Runs an operation that has paused to its end."""
+        """Runs a paused operation to its end."""
         for _ in range(RESUMED_MAX):
             if operation.is_over:
                 return
@@ -305,7 +307,9 @@ class Cluster:
     # Background work ---------------------------------------------------------------------------------------------
 
     def protect(self, rounds: int = 12) -> list[Protection]:
-        """Lets every running agent read all it has and do rounds until all say that they are done; what each said last."""
+        """Lets every running agent read all of its data, and do rounds until all report that they are done. Returns the
+        last reports.
+        """
         self.wait(LOST_AFTER_S + 70)
         for node in (node for node in self.nodes if node.is_up):
             for finding in Inspector(node.service.store, node.node_id()).inspect():
@@ -320,7 +324,7 @@ class Cluster:
         return said
 
     def repair(self, node: int, lost: Sequence[str] = ()) -> str:
-        """`replicated-ckpt repair` on a node; its exit code, or how it ended."""
+        """Runs `replicated-ckpt repair` on a node. Returns its exit code, or how it ended."""
         root = str(self.nodes[node].root)
         arguments = argparse.Namespace(root=root, id=None, dry_run=False, lost=list(lost), copies=2, json=True)
         with self.network.acting(Actor(node, is_agent=False)), contextlib.redirect_stdout(io.StringIO()):
@@ -330,28 +334,30 @@ class Cluster:
                 return repr(exc)
 
     def name_bucket(self, url: str) -> None:
-        """As ranks of the next job do. An agent that came up blank, and has had no save since, knows of none."""
+        """Names the bucket to all agents, as ranks of the next job do. An agent with an empty store that has had no
+        save does not know it.
+        """
         for node in self.nodes:
             with self.network.acting(Actor(node.index, is_agent=False)):
                 problems = ObjectTier(LocalStore(node.root), ObjectTarget.check_supported(url, None), 1).submit()
             assert not problems, problems
 
     def pass_time(self, seconds: float) -> None:
-        """As long as this the agents are left alone with their background work."""
+        """Lets the agents work in the background for this long."""
         until = self.now() + seconds
         while self.now() < until:
             self.wait(min(15.0, until - self.now()))
             self.round_of(self.nodes)
 
     def background(self) -> None:
-        """What the agents' threads do soon after they were woken."""
+        """Runs what the agents' threads do soon after they are woken."""
         for node in self.nodes:
             if node.is_up and node.reprotector._woken.is_set():
                 node.reprotector._woken.clear()
                 self._round(node)
 
     def round_of(self, nodes: Collection[Node]) -> list[Protection]:
-        """One round of each agent that runs."""
+        """Runs one round of each of these agents that runs."""
         return [self._round(node) for node in nodes if node.is_up]
 
     def _round(self, node: Node) -> Protection:

@@ -1,4 +1,4 @@
-"""Faults of a simulation: what is killed where, and that a killed process does nothing more to its disk."""
+"""Faults of a simulation: which process is killed where. A killed process changes nothing more on its disk."""
 
 import os
 import shutil
@@ -14,9 +14,10 @@ from tests.fault.torture.simulated.operations import Operation, Operations
 
 @dataclass(frozen=True)
 class Outage:
-    """Several nodes at once: "agents" are killed, machines are "off", or they are "cut" off from the others together.
+    """A fault of several nodes at once. "agents": their agents are killed. "off": the machines stop. "cut": a partition
+    separates them from the others.
 
-    "trainers": all ranks are killed, on whatever node; "trainers and agents": and the agents of these nodes, too.
+    "trainers": all ranks are killed, on every node. "trainers and agents": the agents of these nodes are killed, too.
     """
 
     nodes: frozenset[int]
@@ -25,7 +26,9 @@ class Outage:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What waits at a failpoint for a process of this kind on this node. Without outage and error it is killed there."""
+    """A fault that is planned at a failpoint for such a process on this node. Without outage and error, the process is
+    killed.
+    """
 
     point: str
     node: int
@@ -35,7 +38,7 @@ class _Plan:
 
 
 class Faults:
-    """At most one fault waits at a failpoint at a time. `suffer` carries out an outage."""
+    """At most one fault is planned at a time. `suffer` carries out an outage."""
 
     def __init__(self, operations: Operations, base: Path, suffer: Callable[[Outage], None]) -> None:
         self._operations = operations
@@ -64,7 +67,7 @@ class Faults:
         self._plan, self._killed = _Plan(name, node, is_agent, outage), None
 
     def settle(self) -> Actor | None:
-        """The process that was killed at a failpoint, None if none was; nothing waits any more."""
+        """The process that was killed at a failpoint, or None. Afterwards no fault is planned."""
         killed, self._plan, self._killed = self._killed, None, None
         return killed
 
@@ -93,9 +96,9 @@ class Faults:
     # Dying -------------------------------------------------------------------------------------------------------
 
     def die(self, actor: Actor, *, is_undone: bool = True) -> None:
-        """SIGKILL. What the process is in the middle of is unwound here and now, without effect on its disk.
+        """SIGKILL. The process's calls are unwound at once, without an effect on its disk.
 
-        `is_undone`: also while it waits for another one, which must not change that disk any more.
+        `is_undone`: this also holds while the process waits for another one, which must not change that disk any more.
         """
         if actor.is_dead:
             return
@@ -121,7 +124,7 @@ class Faults:
         return undo
 
     def end_all(self) -> None:
-        """The simulation is over: what is paused is killed."""
+        """Ends the simulation: kills everything that is paused."""
         self._plan = None
         for operation in list(self._operations.paused):
             for actor in operation.actors:
@@ -131,7 +134,9 @@ class Faults:
 
 
 def _ends_with(actor: Actor, paused: Operation) -> bool:
-    """Whether it is unwound when the process dies: a thread only where this one waits, and not one that it has called."""
+    """Whether the paused operation is unwound when the process dies: threads of the process, but only those that are
+    where it waits, and not those that it has called.
+    """
     return actor is paused.actors[-1] if paused.is_thread else actor in paused.actors
 
 

@@ -1,4 +1,4 @@
-"""Training jobs in the simulation: saves and loads of several ranks, driven call by call as DCP drives them."""
+"""Training jobs in the simulation: saves and loads of several ranks, with the calls in DCP's order."""
 
 import os
 import pickle
@@ -25,16 +25,18 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.torture.contents import State, contents, part_of
 from tests.fault.torture.simulated.cluster import Cluster
 from tests.fault.torture.simulated.network import Actor, Killed
-from tests.fault.torture.simulated.pretence import RankView, Seen
+from tests.fault.torture.simulated.replacements import RankView, Seen
 
 T = TypeVar("T")
 SAVE_S = 1.0
-"""So long a save takes: no two are decided at the same time."""
+"""Duration of a save: two saves are never decided at the same time."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job saves. `keep_last` None: nothing is ever removed. `ack`: that of saves that are not handed over."""
+    """How a job saves. `keep_last` None: nothing is ever removed. `ack`: the level of saves that are not submitted to
+    agents.
+    """
 
     copies: int = 2
     keep_last: int | None = None
@@ -44,7 +46,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended. `error` None: it was acknowledged, with so many copies, and these warnings."""
+    """The result of a save. `error` None: it was acknowledged with this number of copies and these warnings."""
 
     error: BaseException | None
     copies_made: int = 0
@@ -53,14 +55,16 @@ class Saved:
 
 @dataclass
 class _Call:
-    """One `dcp.save` or `dcp.load` under way. `said` are the warnings of all ranks."""
+    """One running `dcp.save` or `dcp.load`. `said`: the warnings of all ranks."""
 
     said: list[str] = field(default_factory=list)
     met: Callable[..., Any] | None = None
 
 
 class Job:
-    """The ranks of one world; `nodes[rank]` is the node of each. It lives until it is ended or a rank is killed."""
+    """The ranks of one world. `nodes[rank]` is the node of each rank. The job lives until it is ended, or until a rank
+    is killed.
+    """
 
     def __init__(self, cluster: Cluster, nodes: Sequence[int], policy: Policy) -> None:
         self.cluster = cluster
@@ -96,10 +100,10 @@ class Job:
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, hands_over: bool = False) -> Saved:
-        """One `dcp.save`; a rank that is killed takes the job along.
+        """One `dcp.save`. If a rank is killed, the whole job dies.
 
-        `hands_over`: one that `dcp.async_save` does in its thread, with ack="peer". What ranks and agents still do for it
-        then, threads do.
+        `hands_over`: as `dcp.async_save` saves in its thread, with ack="peer". Threads then do the work that ranks and
+        agents still have to do.
         """
         if (overwrite, hands_over) not in self._writers:
             ack = "peer" if hands_over else self.policy.ack
@@ -133,12 +137,14 @@ class Job:
         )
 
     def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
-        """What torch's own writer does on node-local disks: each node has its ranks' shards, one has `.metadata`."""
+        """Saves with torch's own writer to node-local disks: each node has its ranks' shards, and one node has
+        `.metadata`.
+        """
         places = [self.cluster.nodes[node].root / checkpoint_id for node in self.nodes]
         for place in places:
             place.mkdir(parents=True, exist_ok=True)
         self._save([FileSystemWriter(place, sync_files=False) for place in places], _Call(), checkpoint_id, attempt)
-        for node, place in zip(self.nodes, places, strict=True):  # a load goes by their time stamps
+        for node, place in zip(self.nodes, places, strict=True):  # Loads order these checkpoints by their time stamps.
             now = self.cluster.unix_now(node)
             for path in place.iterdir():
                 os.utime(path, (now, now))
@@ -175,11 +181,11 @@ class Job:
         for planner, plan in zip(planners, plans, strict=True):
             planner.finish_plan(plan)
         results = self._on_all(call, lambda rank: writers[rank].write_data(plans[rank], planners[rank]).wait())
-        gathered = pickle.loads(pickle.dumps(results))  # as DCP does
+        gathered = pickle.loads(pickle.dumps(results))  # As DCP does.
         self._on_all(call, lambda rank: writers[rank].finish(metadata, gathered), ranks=[0])
 
     def _on_all(self, call: _Call, step: Callable[[int], T], ranks: Sequence[int] | None = None) -> list[T]:
-        """One step on every rank; DCP lets all of them go through it before anybody learns of an error."""
+        """Runs one step on every rank. As in DCP, all ranks finish the step before any of them gets an error."""
         found: list[T] = []
         errors: list[ReplicatedCkptError | OSError] = []
         for rank in range(len(self.nodes)) if ranks is None else ranks:
@@ -195,7 +201,7 @@ class Job:
     # Loading -----------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint_id: str, readers: int, *, with_bucket: bool = False) -> list[tuple[int, State]]:
-        """One `dcp.load` of everything on the first `readers` ranks; the attempt that each got, and its tensors.
+        """One `dcp.load` of everything on the first `readers` ranks. Returns for each rank the attempt and its tensors.
 
         Raises:
             ReplicatedCkptError: as the ranks would.
@@ -241,11 +247,11 @@ class Job:
         reader.read_data(planner.finish_plan(plan), planner).wait()
         return int(state["attempt"][0]), state
 
-    # What a rank sees --------------------------------------------------------------------------------------------
+    # A rank's view --------------------------------------------------------------------------------------------
 
     @contextmanager
     def as_rank(self, rank: int, call: _Call) -> Iterator[None]:
-        """The block is done by this rank; Killed if it is dead, or dies in it."""
+        """The block runs as this rank. Raises Killed if the rank is dead, or dies in the block."""
         actor, operation = self.actors[rank], self.cluster.operations.running
         if actor.is_dead:
             raise Killed(f"rank {rank} is dead")
@@ -262,20 +268,20 @@ class Job:
             raise Killed(f"rank {rank} was killed")
 
     def _post(self, rank: int) -> NodePost:
-        """Presents the node; its agent is started if it does not run, as a rank does."""
+        """Registers the rank's node. As a real rank does, starts the agent if none runs."""
         node = self.cluster.nodes[self.nodes[rank]]
         if self.actors[rank].is_dead:
             raise StoreUnavailable("this rank", "present", "node", "it is dead")
         node.boot()
         inode = f"store{node.index}"
-        with self.cluster.network.acting(self.actors[rank]):  # by whose clock the invitation ends
+        with self.cluster.network.acting(self.actors[rank]):  # The invitation expires by this clock.
             address, invitation = node.address(), node.endpoint.invitation()
         host, boot = f"host{node.index}", f"boot{node.index}"
         return NodePost(node.service.node_id, host, boot, inode, None, address, invitation=invitation)
 
 
 class FirstError(Exception):
-    """What DCP's CheckpointException carries: the errors of one step."""
+    """The errors of one step, as DCP's CheckpointException carries them."""
 
     def __init__(self, errors: Sequence[ReplicatedCkptError | OSError]) -> None:
         super().__init__(*errors)

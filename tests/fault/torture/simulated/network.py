@@ -1,4 +1,4 @@
-"""The simulated network: what AgentClient sends goes straight to the other node's routes, unless a fault is in the way."""
+"""The simulated network: requests of AgentClient go directly to the other node's routes, unless a fault prevents it."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from tests.fault.torture.simulated.operations import Operations
 
 
 class Killed(Exception):
-    """The simulated process that runs now was killed: nothing that it still does has any effect."""
+    """The running process was killed. Nothing that it still does has any effect."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Served(Protocol):
 
 
 class NoHeartbeat(Heartbeat):
-    """Nobody waits in a simulation."""
+    """A heartbeat that never fails, as nobody waits in a simulation."""
 
     def __enter__(self) -> Self:
         return self
@@ -60,15 +60,15 @@ class NoHeartbeat(Heartbeat):
 
 
 class Network:
-    """Who runs now, who can reach whom, and what happens to a process that is killed while it answers.
+    """The running process, which nodes reach each other, and the fate of a process that is killed while it answers.
 
-    Nodes of one island reach each other, and nobody else. `cut` are those that are not on the mainland.
+    Nodes on the same side of a partition reach each other. `cut`: all nodes that are not on the majority side.
     """
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self.nodes: list[Served] = []
-        self.island_of: dict[int, int] = {}
+        self.side_of: dict[int, int] = {}
         self.requests: Counter[str] = Counter()
 
     @property
@@ -78,23 +78,24 @@ class Network:
 
     @property
     def cut(self) -> set[int]:
-        return {node for node, island in self.island_of.items() if island}
+        """The nodes that are not on the majority side."""
+        return {node for node, side in self.side_of.items() if side}
 
     @cut.setter
     def cut(self, nodes: Collection[int]) -> None:
         """These nodes reach neither the others nor each other."""
-        self.island_of = {node: node + 1 for node in nodes}
+        self.side_of = {node: node + 1 for node in nodes}
 
-    def split(self, island: Collection[int]) -> None:
-        """These nodes still reach each other, and nobody else."""
-        self.island_of = dict.fromkeys(island, 1)
+    def split(self, nodes: Collection[int]) -> None:
+        """Separates these nodes from all others. They still reach each other."""
+        self.side_of = dict.fromkeys(nodes, 1)
 
     def is_reached(self, node: int, by: int) -> bool:
-        return node == by or self.island_of.get(node, 0) == self.island_of.get(by, 0)
+        return node == by or self.side_of.get(node, 0) == self.side_of.get(by, 0)
 
     @contextmanager
     def acting(self, actor: Actor) -> Iterator[None]:
-        """In the block this process runs. One that was killed meanwhile has left its disk as it was at that moment."""
+        """The block runs as this process. If the process was killed meanwhile, its disk stays as it was at that moment."""
         actors = self._operations.running.actors
         actors.append(actor)
         try:
@@ -106,12 +107,12 @@ class Network:
                 undo()
 
     def connection(self, address: AgentAddress, timeout_s: float) -> "SimulatedConnection":
-        """Stands in for `agent_client.open_connection`."""
+        """Replaces `agent_client.open_connection`."""
         del timeout_s
         return SimulatedConnection(self, address)
 
     def answered(self, address: AgentAddress, method: str, target: str, headers: Message, body: bytes) -> "Response":
-        """What the other side answers, or the error that a socket would raise."""
+        """The response of the other node, or the error that a socket would raise."""
         caller = self.actor
         if caller.is_dead:
             raise ConnectionAbortedError("the caller is dead")
@@ -120,7 +121,7 @@ class Network:
             raise TimeoutError("cut off")
         if node is None or node.agent is None or node.agent.is_dead:
             raise ConnectionRefusedError("no agent listens")
-        with self.acting(node.agent):  # whose clock tells whether an invitation is over
+        with self.acting(node.agent):  # This node's clock decides whether an invitation has expired.
             right = node.tokens.right_of(address.token)
         if right is None:
             return Response(401, b'{"error": "no valid token"}')
@@ -166,7 +167,7 @@ def _file_bytes(answer: FileAnswer) -> bytes:
 
 
 def _run_after(answer: Answer) -> None:
-    with contextlib.suppress(OSError):  # the answer is sent, and a log has the error
+    with contextlib.suppress(OSError):  # The response was sent. The error is logged.
         if answer.after is not None:
             answer.after()
 
@@ -182,14 +183,14 @@ class Response:
 
     @property
     def length(self) -> int:
-        """Bytes that are still to be read."""
+        """Bytes that are still unread."""
         return self._size - self._stream.tell()
 
     def read(self, size: int = -1) -> bytes:
         return self._stream.read(size)
 
     def close(self) -> None:
-        """The connection stays."""
+        """Does nothing: the connection stays open."""
 
     def getheader(self, name: str, default: str | None = None) -> str | None:
         return str(self._size) if name.lower() == "content-length" else default
@@ -207,7 +208,7 @@ class SimulatedConnection:
         self._body = bytearray()
 
     def connect(self) -> None:
-        """There is nothing to connect."""
+        """Does nothing."""
 
     def close(self) -> None:
         self._request = None
@@ -228,7 +229,7 @@ class SimulatedConnection:
             self._request[2][name] = value
 
     def endheaders(self) -> None:
-        """The request goes off when its answer is asked for."""
+        """Does nothing: `getresponse` sends the request."""
 
     def send(self, piece: bytes | memoryview) -> None:
         if self._network.actor.is_dead:

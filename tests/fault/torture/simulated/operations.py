@@ -1,7 +1,8 @@
-"""Operations of a simulation: several can be under way, one runs at a time, and each pauses where the schedule says.
+"""Operations of a simulation: several may be open, one runs at a time, and each pauses where the schedule demands.
 
-A save with a slow planner, a commit with a slow fsync, a save in the background: all are operations that pause at a
-failpoint while others go on. Each has a thread of its own; a baton goes from one to the other, so a seed replays exactly.
+Examples are a save with a slow planner, a commit with a slow fsync, and a save in the background: each pauses at a
+failpoint while others continue. Each operation has its own thread. They hand a baton to each other, so that a seed
+replays exactly.
 """
 
 import threading
@@ -22,11 +23,13 @@ _THREAD = "torture-"
 
 
 class Hung(AssertionError):
-    """An operation waits for something that no other operation will ever give it."""
+    """An operation waits for something that no other operation can release."""
 
 
 def _taken_lock() -> threading.Lock:
-    """A baton that somebody else has: it is released to hand it over. (A semaphore is Python code, and much slower.)"""
+    """A baton that another thread holds: a lock that is released to pass it on. (A semaphore is Python code, and much
+    slower.)
+    """
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -34,11 +37,11 @@ def _taken_lock() -> threading.Lock:
 
 @dataclass
 class Operation:
-    """One thing that goes on. `actors`: the simulated processes in it, each called by the one before; the last one runs.
+    """One open operation. `actors`: its simulated processes, each called by the one before. The last one runs.
 
-    `is_thread`: of a simulated process; it waits wherever it has to, and goes on from there when it is resumed.
-    `rank` is what the rank that runs sees of its world; it belongs to whoever drives jobs. `result` and `error` are there
-    once it is over. `waits`: it was resumed, and needs what an operation below it in the chain of resumptions has.
+    `is_thread`: a thread of a simulated process. It waits wherever it must, and continues there when it is resumed.
+    `rank`: the running rank's view of its world, which the code that drives jobs owns. `result` and `error` are set at
+    the end. `waits`: it was resumed, but needs something that an operation below it in the chain of resumptions holds.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Operation:
 
 
 class Operations:
-    """All operations of one simulation. The one that runs holds the baton."""
+    """All operations of one simulation. The running one holds the baton."""
 
     def __init__(self, nobody: "Actor") -> None:
         self.running = Operation("the schedule", [nobody])
@@ -65,14 +68,14 @@ class Operations:
     def start(
         self, name: str, work: Callable[[], Any], pauses_at: Callable[[str, "Actor"], bool], *, is_thread: bool = False
     ) -> Operation:
-        """Runs `work` until it pauses or is over."""
+        """Runs `work` until it pauses or ends."""
         operation = Operation(name, [self.running.actors[0]], pauses_at=pauses_at, is_thread=is_thread)
 
         def run() -> None:
             operation.baton.acquire()
             try:
                 operation.result = work()
-            except BaseException as exc:  # noqa: BLE001 - the schedule that waits for it gets the error
+            except BaseException as exc:  # noqa: BLE001 - the waiting schedule gets the error
                 operation.error = exc
             operation.is_over = True
             self._give_back(operation)
@@ -82,7 +85,9 @@ class Operations:
         return operation
 
     def reach(self, point: str) -> None:
-        """The operation that runs is at a failpoint; it pauses here if it is to, until another one resumes it."""
+        """Called by the running operation at a failpoint. If it must pause here, it waits until another operation
+        resumes it.
+        """
         operation = self.running
         if operation.pauses_at is None or not operation.pauses_at(point, operation.actors[-1]):
             return
@@ -92,7 +97,7 @@ class Operations:
         operation.baton.acquire()
 
     def resume(self, operation: Operation) -> None:
-        """Runs a paused operation until it is over, pauses once more, or waits for one of those that have resumed it."""
+        """Runs a paused operation until it ends, pauses again, or waits for one of the operations that have resumed it."""
         self.paused.remove(operation)
         operation.waits = False
         self._run(operation)
@@ -111,9 +116,9 @@ class Operations:
     # Waiting for each other --------------------------------------------------------------------------------------
 
     def wait_until(self, is_free: Callable[[], bool], what: str) -> None:
-        """The operation that runs waits for something that a paused one has: that one is paused no longer.
+        """The running operation waits for something that a paused one holds. That one is resumed.
 
-        If none has it, one of those has it that have resumed this one, and goes on first.
+        If no paused one holds it, one of those that resumed this operation holds it, and continues first.
         """
         while not is_free():
             ready = [operation for operation in self.paused if not operation.waits]
@@ -131,7 +136,7 @@ class Operations:
                 running.baton.acquire()
 
     def _has_one_ended(self) -> bool:
-        """Whether one of those that wait has found what it waits for, and gone on to its end."""
+        """Whether one of the waiting operations got what it waited for, and has ended."""
         waiting = list(self.paused)
         for operation in waiting:
             if operation in self.paused:
@@ -139,7 +144,7 @@ class Operations:
         return any(operation.is_over for operation in waiting)
 
     def wait_for_lock(self) -> Callable[..., None]:
-        """Stands in for `DescriptorLock.wait`. A wait with a bound ends at once: an operation that is paused is slower."""
+        """Replaces `DescriptorLock.wait`. A wait with a time-out ends at once, because a paused operation is slower."""
 
         def wait(lock: DescriptorLock, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
             if within_s is None:
@@ -151,12 +156,12 @@ class Operations:
 
 
 def is_simulated_thread() -> bool:
-    """Whether the thread that runs is an operation's, and not one that an earlier test has left behind."""
+    """Whether the running thread belongs to an operation, and not to an earlier test."""
     return threading.current_thread().name.startswith(_THREAD)
 
 
 class SimulatedLock:
-    """A lock for which an operation waits as a thread would. Stands in for a `threading.Lock` that is held during I/O."""
+    """A lock for which an operation waits as a thread would. Replaces a `threading.Lock` that is held during I/O."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

@@ -1,4 +1,4 @@
-"""Threads of a simulation: each is an operation that has not begun, and runs when another waits for it or all have time."""
+"""Threads of a simulation: operations that have not begun. One runs when another waits for it, or when all get time."""
 
 import contextlib
 import json
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 BEGUN = "thread.begun"
 TURNS_MAX = 20_000
-"""So often threads go on for a moment, and none ends: each waits for another."""
+"""After this many turns without an end, each thread waits for another one."""
 
 
 class Threads:
-    """The threads of all simulated processes. In which order they run is a function of the seed."""
+    """The threads of all simulated processes. Their order is a function of the seed."""
 
     def __init__(self, cluster: "Cluster", seed: int) -> None:
         self._cluster = cluster
@@ -42,7 +42,7 @@ class Threads:
         self.submitted: list[SubmittedInTurn] = []
 
     def start(self, work: Callable[..., object], *arguments: Any, name: str) -> None:
-        """Stands in for `start_worker`: a thread of the process that runs now."""
+        """Replaces `start_worker`: adds a thread of the running process."""
         actor, view = self._cluster.network.actor, self._operations.running.rank
 
         def run() -> None:
@@ -54,7 +54,7 @@ class Threads:
         self._operations.start(name, run, lambda point, _: point == BEGUN, is_thread=True)
 
     def yield_now(self) -> None:
-        """The thread that runs waits while others go on. Not if its process was killed: then it ends here."""
+        """The running thread waits while others run. If its process was killed, the thread ends here."""
         self._check_alive()
         running = self._operations.running
         running.pauses_at = lambda point, _: point == BEGUN
@@ -63,17 +63,17 @@ class Threads:
 
     def _check_alive(self) -> None:
         actor = self._cluster.network.actor
-        if actor.is_dead:  # what it still does to its disk, as it is unwound, is undone
+        if actor.is_dead:  # Its changes to the disk while it unwinds are undone.
             actor.undo = actor.undo or self._cluster.faults.take_snapshot(actor.node)
             raise Killed("it was killed while it waited")
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Others run until it is so. A process that was killed meanwhile waits no more."""
+        """Runs other threads until the condition holds. A process that was killed meanwhile stops waiting."""
         while not is_so():
             self._wait(what)
 
     def _wait(self, what: str) -> None:
-        """A thread gives way to the others; what is none has one of them run."""
+        """A thread yields to the others. A caller that is not a thread runs one of them."""
         if self._operations.running.is_thread:
             self.yield_now()
         elif not self.run_one():
@@ -81,7 +81,7 @@ class Threads:
         self._check_alive()
 
     def run_one(self) -> bool:
-        """Runs one thread until it is over or waits again; whether there was one."""
+        """Runs one thread until it ends or waits again. Returns whether there was one."""
         ready = [operation for operation in self._operations.paused if operation.is_thread]
         self._turns += 1
         if self._turns > TURNS_MAX:
@@ -96,30 +96,30 @@ class Threads:
         return bool(ready)
 
     def sleep(self, seconds: float) -> None:
-        """Stands in for `time.sleep`."""
+        """Replaces `time.sleep`."""
         self._cluster.wait(seconds)
         if any(operation.is_thread for operation in (*self._operations.paused, self._operations.running)):
             self._wait("time to pass")
 
     def _sleep_as_orphan(self, seconds: float) -> None:
-        """Longer where nothing else goes on: what other threads have a second for is not over in one turn of theirs."""
+        """Sleeps longer if nothing else runs: one turn of other threads must not use up a time-out of a second."""
         is_alone = not any(operation.is_thread for operation in self._operations.paused)
         self.sleep(20.0 if is_alone else seconds)
 
     def expect(self) -> None:
-        """A save that is handed over begins."""
+        """Called when a submitted save begins."""
         self._cluster.faults.reached.clear()
 
     def finish(self) -> None:
-        """Agents, and the ranks that live, do what is left of saves that were handed over."""
+        """Lets agents and living ranks finish all submitted saves."""
         self.run_all()
 
     def had_outline(self) -> bool:
-        """Whether the coordinator's agent has had all that it needs for the last one."""
+        """Whether the coordinator's agent has received the outline of the last submitted save."""
         return "coordinator.submitted" in self._cluster.faults.reached
 
     def run_all(self) -> None:
-        """Every thread has time to end, and every agent to settle what ranks have left it, in any order."""
+        """Gives every thread time to end, and every agent time to settle the saves of its ranks, in random order."""
         while True:
             steps: list[Callable[[], object]] = [
                 self.run_one for operation in self._operations.paused if operation.is_thread
@@ -133,7 +133,7 @@ class Threads:
     def submit(
         self, store: LocalStore, shard: SubmittedShard, descriptors: Sequence[int], memory: memoryview | None = None
     ) -> "SubmittedInTurn":
-        """Stands in for `submit`: the agent's local door."""
+        """Replaces `submit`: the agent's Unix socket."""
         del memory
         node = next(node for node in self._cluster.nodes if node.root == store.root)
         if node.agent is None or not node.is_up:
@@ -149,8 +149,8 @@ class Threads:
             self.run_one()
         return submitted
 
-    def pretences(self) -> Iterator[tuple[object, str, object]]:
-        """What stands in for threads, and for waiting for them, in the modules of a hand-over."""
+    def replacements(self) -> Iterator[tuple[object, str, object]]:
+        """The replacements for threads, and for waiting for them, in the modules that submit saves."""
         clock = SimpleNamespace(monotonic=self._cluster.now, sleep=self.sleep)
         for module in (finish, submissions, submission):
             yield module, "start_worker", self.start
@@ -165,7 +165,7 @@ class Threads:
         yield submission, "read_endpoint", self._read_endpoint
 
     def _wait_for_all(self, ends: Sequence["Future[Any]"], timeout_s: float | None = None) -> SimpleNamespace:
-        """Stands in for `concurrent.futures.wait`."""
+        """Replaces `concurrent.futures.wait`."""
         until = self._cluster.now() + (1e9 if timeout_s is None else timeout_s)
         while not all(end.done() for end in ends) and self._cluster.now() < until:
             self.sleep(0.0 if timeout_s is None else timeout_s / 10)
@@ -177,7 +177,7 @@ class Threads:
 
 
 class FutureInTurn(Future[Any]):
-    """Whoever asks for its end lets other threads run until it is there."""
+    """A future whose `result` runs other threads until it is done."""
 
     def __init__(self, threads: Threads) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class FutureInTurn(Future[Any]):
 
 
 class SubmittedInTurn:
-    """A shard in an agent's hands; stands in for `Submission`, and for the thread of the local door."""
+    """A shard that an agent has accepted. Replaces `Submission`, and the thread of the Unix socket."""
 
     def __init__(self, threads: Threads, node: "Node", rank: Actor, save_id: str, end: "Future[WrittenCopies]") -> None:
         self._threads, self._node, self._rank, self._save_id, self._end = threads, node, rank, save_id, end
@@ -224,7 +224,7 @@ class SubmittedInTurn:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the rank is gone, and the agent is to settle the save now."""
+        """Whether the rank is dead, so that the agent must settle the save now."""
         is_left = self._is_closed or self._rank.is_dead
         return (
             is_left and not self.is_over and self._end.done() and not self._node.service.store.is_locked(self._save_id)

@@ -1,4 +1,4 @@
-"""What a simulation pretends: the network, the clock, chance, threads, and what a rank finds out about its world."""
+"""The replacements of a simulation: network, clock, random numbers, threads, and a rank's view of its world."""
 
 import os
 import time
@@ -52,7 +52,7 @@ Seen = dict[Any, Any]
 
 @dataclass
 class RankView:
-    """What one rank sees of its process and its world. `said` are the warnings of the package."""
+    """One rank's view of its process and its world. `said`: the package's warnings."""
 
     world: World
     post: Callable[[], NodePost]
@@ -64,7 +64,7 @@ class RankView:
 
 @dataclass
 class _Now:
-    """The view of the rank that runs now."""
+    """The view of the running rank."""
 
     cluster: "Cluster"
     alone: Seen = field(default_factory=dict)
@@ -77,7 +77,7 @@ class _Now:
 
     @property
     def name(self) -> str:
-        """Stands in for the session of a process."""
+        """Replaces the session name of a process."""
         return self.rank.session
 
     def seen(self) -> Seen:
@@ -92,7 +92,7 @@ class _Now:
         self.seen()[key] = newest
 
     def warn(self, text: str, *_: Any) -> None:
-        """Stands in for `caller.warn`."""
+        """Replaces `caller.warn`."""
         self.rank.said.append(text)
 
     def meet(self, *arguments: Any, **more: Any) -> Any:
@@ -101,7 +101,7 @@ class _Now:
 
 
 class FetchInTurn:
-    """Stands in for `FetchAhead`: fetches a window when it is needed, in the one thread that runs."""
+    """Replaces `FetchAhead`: fetches a window only when it is needed, in the one thread that runs."""
 
     def __init__(self, reader: ShardReader, *_: object) -> None:
         self._reader = reader.sibling()
@@ -110,14 +110,14 @@ class FetchInTurn:
         return self._reader.read_range(window.shard, window.offset, window.length)
 
     def release(self, window: Window) -> None:
-        """Nothing is kept of it."""
+        """Does nothing, as no window is kept."""
 
     def stop(self) -> None:
         self._reader.close()
 
 
-def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
-    """The patches, each to be entered for as long as the simulation goes on."""
+def replacements(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
+    """The patches, each to be entered for the time of the simulation."""
     now = _Now(cluster)
     known_manifests = _KnownManifests()
     clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=cluster.unix_now)
@@ -136,7 +136,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (tee._SinkThread, "join", tee._SinkThread.run),
         (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
         (shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
-        (os, "fsync", lambda _: None),  # nothing loses power here
+        (os, "fsync", lambda _: None),  # Power loss is not simulated.
         (DescriptorLock, "wait", cluster.operations.wait_for_lock()),
         (verified, "SCRATCH_BYTES", 1 << 16),
         (verified, "tables_of_size", _tables_of_size),
@@ -148,7 +148,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (uploader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (catalog, "decode_manifest", known_manifests),
         (committed, "decode_manifest", known_manifests),
-        (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
+        (catalog, "leads_out", _never),  # There are no symbolic links, and the check takes a fifth of the time.
         (committed, "leads_out", _never),
         (world, "_SESSION", now),
         (node_post, "_seen", now),
@@ -166,12 +166,12 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (nodes, "running_agent", partial(_running_endpoint_of, cluster)),
         (launch, "_start", _start_no_process),
     )
-    for target, name, stand_in in (*replaced, *cluster.threads.pretences()):
+    for target, name, stand_in in (*replaced, *cluster.threads.replacements()):
         yield mock.patch.object(target, name, stand_in)
 
 
 class _KnownManifests:
-    """Stands in for `decode_manifest`: the same bytes are the same manifest, and are parsed once."""
+    """Replaces `decode_manifest`: parses equal bytes only once."""
 
     def __init__(self) -> None:
         self._by_raw: dict[bytes, Manifest] = {}
@@ -208,14 +208,14 @@ def _node_of(cluster: "Cluster", store: LocalStore) -> "Node":
 
 
 def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
-    """Stands in for `ensure_agent`: the node's agent, started if it does not run."""
+    """Replaces `ensure_agent`: returns the node's agent, and starts it if none runs."""
     node = _node_of(cluster, store)
     node.boot()
     return node.endpoint
 
 
 def _running_endpoint_of(cluster: "Cluster", store: LocalStore) -> Endpoint | None:
-    """Stands in for `running_agent`: the node's agent, if it runs."""
+    """Replaces `running_agent`: returns the node's agent if it runs."""
     node = _node_of(cluster, store)
     return node.endpoint if node.is_up else None
 
@@ -225,7 +225,7 @@ def _start_no_process(store: LocalStore, *_: Any) -> Endpoint:
 
 
 def _tables_of_size(tail: bytes, file_bytes: int) -> list[tuple[int, int]]:
-    """A table is made anew with the blocks of the simulation, too, where a footer no longer tells their size."""
+    """Rebuilds a table of checksums with the simulation's block size, too, if a footer no longer contains the size."""
     data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
     return [*[(BLOCK_BYTES, data_bytes)] * (data_bytes >= 0), *tables_of_size(tail, file_bytes)]
 
@@ -242,7 +242,7 @@ def _no_deadline(*_: Any) -> Iterator[None]:
 def _run_inline(
     keys: Any, call: Callable[[Any], Any], *, most: int = 0, until_error: bool = False
 ) -> fanout.FanOut[Any, Any]:
-    """One call after the other, whatever the `most` at once."""
+    """Makes one call after the other, whatever `most` allows."""
     outcome = fanout.FanOut[Any, Any]()
     for key in keys:
         if until_error and outcome.errors:

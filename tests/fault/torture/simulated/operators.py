@@ -1,4 +1,4 @@
-"""What people do: they remove checkpoints from nodes, take nodes down for good, and start jobs with other arguments."""
+"""Actions of operators: they remove checkpoints from nodes, drain nodes, and start jobs with other arguments."""
 
 import argparse
 import contextlib
@@ -19,12 +19,12 @@ from tests.fault.torture.steps import lose_disk, save_and_take_steps
 
 
 def remove_and_drain_often(course: Course) -> None:
-    """For any seed: checkpoints are removed and nodes drained, between saves, loads and faults."""
+    """For any seed: checkpoints are removed and nodes are drained, between saves, loads and faults."""
     save_and_take_steps(course, _OWN_STEPS, _WEIGHTS)
 
 
 def remove(course: Course) -> None:
-    """A person runs `replicated-ckpt rm ID` on some nodes, or on all that are up."""
+    """An operator runs `replicated-ckpt rm ID` on some nodes, or on all running ones."""
     up = course.up()
     ids = sorted({found.checkpoint_id for found in course.oracle.attempts if found.readable_on})
     if not up or not ids:
@@ -37,7 +37,7 @@ def remove(course: Course) -> None:
 
 
 def prune_some(course: Course) -> None:
-    """A person runs `replicated-ckpt prune --keep-last N` on some nodes, or on all that are up."""
+    """An operator runs `replicated-ckpt prune --keep-last N` on some nodes, or on all running ones."""
     up = course.up()
     if not up:
         return
@@ -51,7 +51,7 @@ def _draw_nodes(course: Course, up: Sequence[int]) -> list[int]:
 
 
 def _remove_on(course: Course, nodes: Sequence[int], verb: ModuleType, said_as: str, **arguments: Any) -> None:
-    course.disturbances += 1  # a save of what goes may be under way
+    course.disturbances += 1  # A save of the removed checkpoint may be running.
     for node in nodes:
         course.oracle.look()
         code, said = _run(course, node, verb, object_store=None, keep_in_bucket=False, dry_run=False, **arguments)
@@ -62,7 +62,7 @@ def _remove_on(course: Course, nodes: Sequence[int], verb: ModuleType, said_as: 
 
 
 def _tell_oracle(course: Course, said: Mapping[str, Any], node: int) -> None:
-    """What was removed there. Where one version of several is kept, the output does not say which."""
+    """Records the removed checkpoints. If one version of several is kept, the output does not show which."""
     went = {*said["removed"], *said["not_here"]}
     for checkpoint_id in {row["checkpoint_id"] for row in said["plan"]}:
         rows = [row for row in said["plan"] if row["checkpoint_id"] == checkpoint_id and not row.get("is_kept")]
@@ -72,7 +72,7 @@ def _tell_oracle(course: Course, said: Mapping[str, Any], node: int) -> None:
 
 
 def drain_and_lose(course: Course) -> None:
-    """A node is drained; if the command says that it may be taken down, it is, and comes back blank if at all."""
+    """Drains a node. If the command allows it, the node is taken down. If it ever returns, it is empty."""
     up = course.up()
     if not up:
         return
@@ -86,7 +86,7 @@ def drain_and_lose(course: Course) -> None:
         course.end_job()
     jobs = [slow.job for slow in course.slow] + [load.job for load in course.slow_loads]
     if any(node in job.nodes for job in jobs):
-        return  # ranks save there again
+        return  # Ranks save on this node again.
     course.oracle.look()
     alone = _find_only_there(course, node)
     if alone:
@@ -97,7 +97,7 @@ def drain_and_lose(course: Course) -> None:
 
 
 def forget_lost(course: Course) -> None:
-    """A person runs `replicated-ckpt forget NODE` on a node, for one whose disk is gone."""
+    """An operator runs `replicated-ckpt forget NODE` for a node whose disk is lost."""
     up = course.up()
     if not up or not course.wiped:
         return
@@ -107,7 +107,7 @@ def forget_lost(course: Course) -> None:
 
 
 def change_policy(course: Course) -> None:
-    """The run goes on with other arguments."""
+    """The run continues with other arguments."""
     course.end_job()
     copies, keep_last = course.random.choice([2, 2, 3]), course.random.choice([None, 1, 2, 3])
     acks: Sequence[Literal["local", "peer"]] = ["local", "peer", "peer"]
@@ -118,7 +118,7 @@ def change_policy(course: Course) -> None:
 
 
 def _find_only_there(course: Course, node: int) -> list[str]:
-    """Checkpoints that must load, and of each version of which a part was seen on no other disk."""
+    """Checkpoints that must load, and of which each version has a part that was seen on no other disk."""
     oracle = course.oracle
     kept = [found for found in oracle.ids() if oracle.must_load(found)]
     return [
@@ -129,7 +129,7 @@ def _find_only_there(course: Course, node: int) -> list[str]:
 
 
 def _run(course: Course, where: int, verb: ModuleType, **arguments: Any) -> tuple[str, dict[str, Any]]:
-    """A verb's exit code, or the error that it raised, and what it printed."""
+    """Runs a verb. Returns its exit code or the error that it raised, and its output."""
     root = str(course.cluster.nodes[where].root)
     printed = io.StringIO()
     with course.cluster.network.acting(Actor(where, is_agent=False)), contextlib.redirect_stdout(printed):
