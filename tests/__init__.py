@@ -1,1 +1,1 @@
-"""Tests, by kind: unit, contract, property, multiprocess, fault, style."""
+"""The tests, by area."""

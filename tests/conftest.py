@@ -1,4 +1,4 @@
-"""What holds for every test: nothing runs on after the suite, and GPU tests need a GPU."""
+"""Fixtures for every test: no process may outlive the suite, and GPU tests need a GPU."""
 
 import gc
 import os
@@ -87,16 +87,16 @@ WAITING = (
 
 @pytest.fixture(scope="session", autouse=True)
 def agents_are_forked() -> Iterator[None]:
-    """An agent that a save or load of this process starts is forked, like all agents of tests that say nothing else."""
+    """Agents that a save or load of the test process starts are forked, as those of simulated nodes are."""
     with mock.patch.object(launch, "spawn_agent", spawner(lambda: the_light_zygote().path)):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks and agents.
+    """Fails the suite if an agent of one of its stores still runs at its end. Ends the zygotes.
 
-    One that was started to leave once it is idle may take its seconds.
+    An agent with an idle time-out may still use up that time.
     """
     yield
     stop_the_zygotes()
@@ -111,18 +111,18 @@ def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def stopwatch() -> Iterator[Stopwatch]:
-    """It runs for this test, and stands still while the machine does."""
+    """A stopwatch that runs for this test, and stands still while the machine does."""
     with Stopwatch() as running:
         yield running
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are named by their argument: what gzip makes holds the time, and all workers must collect the same names."""
+    """Names bytes by their argument. Compressed bytes contain the time, and all workers must collect the same names."""
     return argname if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin first: what is left at the end is short, so several at once end together."""
+    """Runs the longest files first, so that the workers end at about the same time."""
     items.sort(key=_turn)
     _check_names(items)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -132,7 +132,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _check_names(items: list[pytest.Item]) -> None:
-    """The text of a set is another one in each process: no test is named by it, else two workers collect other tests."""
+    """Refuses tests that are named by the text of a set. It differs by process, so workers would collect different
+    tests.
+    """
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         for value in given.values():
@@ -142,7 +144,7 @@ def _check_names(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to a worker, as `--dist loadfile` gives them: the files that wait to half of the workers first."""
+    """Gives whole files to a worker, as `--dist loadfile` does. Half of the workers prefer files that mostly wait."""
     scheduler: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
     assign = scheduler._assign_work_unit
 
@@ -158,12 +160,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """What is imported meanwhile stays: searches for garbage in it are a quarter of a worker's time to collect."""
+    """Stops garbage collection during the collection of tests, of which it is a quarter of the time."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays until the end: no search for garbage walks through it, which takes 0.3 s with torch."""
+    """Excludes everything imported so far from garbage collection, which takes 0.3 s with torch."""
     gc.enable()
     gc.collect()
     gc.freeze()

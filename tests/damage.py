@@ -1,4 +1,4 @@
-"""Damage to files that agents look at meanwhile."""
+"""Damage to files that agents may read at the same time."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 
 
 def flip(path: Path, position: int | None = None) -> None:
-    """Flips a bit where it lies, in the middle if no position is given: at no moment is the file short, or another one.
+    """Flips a bit in place, by default in the middle. The file is never short, and never another file.
 
-    An agent that looked at a file that is being written anew would find it short, and mend it before the test goes on.
+    An agent that read a file while it was rewritten would find it short, and repair it before the test continues.
     """
     at = path.stat().st_size // 2 if position is None else position % path.stat().st_size
     with path.open("r+b", buffering=0) as file:
@@ -19,6 +19,6 @@ def flip(path: Path, position: int | None = None) -> None:
 
 
 def make_newer(manifest: Path) -> None:
-    """Makes a manifest one of a format that only a newer version of the package reads, intact."""
+    """Changes a manifest to an intact one of a newer format, which this version of the package cannot read."""
     body = manifest.read_text().partition('"manifest":')[2].strip()[:-1].replace('"version":1', '"version":99')
     manifest.write_text(f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n')

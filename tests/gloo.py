@@ -1,4 +1,4 @@
-"""Process groups of gloo in a process of tests."""
+"""Gloo process groups in the test process."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,9 @@ GLOO_SETTLE_S = 0.2
 
 
 def end_group() -> None:
-    """Destroys the groups. Torch 2.7 joins their threads with the GIL held, for which one may wait to drop a tensor."""
+    """Destroys the groups. Torch 2.7 joins their threads while it holds the GIL, for which a thread that drops a tensor
+    may wait.
+    """
     if torch.__version__ < TorchVersion("2.8"):
         time.sleep(GLOO_SETTLE_S)
     dist.destroy_process_group()
@@ -22,7 +24,7 @@ def end_group() -> None:
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """This process is all ranks: as DTensor and collectives want it."""
+    """A process group of this process alone, which DTensor and collectives need."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

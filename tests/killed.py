@@ -1,4 +1,4 @@
-"""A process of its own that dies at a failpoint."""
+"""A child process that dies at a failpoint."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from replicated_ckpt import failpoints
 
 
 def killed_at(point: str, act: Callable[[], object]) -> None:
-    """Does something in a fork of this process, which is killed at a failpoint. For what needs no thread of this one."""
+    """Calls `act` in a fork of this process, which is killed at the failpoint. `act` must not need other threads."""
     pid = os.fork()
     if pid == 0:
         with failpoints.arm(point, lambda _: os.kill(os.getpid(), signal.SIGKILL)):

@@ -1,4 +1,4 @@
-"""Times on a machine that others use: what is measured does not count the moments in which nothing ran here."""
+"""Measures time on a shared machine, without the moments in which nothing ran."""
 
 import threading
 import time
@@ -9,10 +9,10 @@ _LATE_S = 0.2
 
 
 class Stopwatch:
-    """A clock that stands still while this machine, or this process, does. It runs from its making to `stop`.
+    """A clock that stands still while this machine, or this process, does. It runs from its creation until `stop`.
 
-    A thread counts laps of 0.05 s: what one takes beyond 0.2 s is not counted. For promises to wait no longer than so long:
-    work that holds the interpreter for a longer time is a stand-still, too.
+    A thread counts laps of 0.05 s. Of a lap, at most 0.2 s count. It is for promises about longest waits: work that
+    holds the interpreter for longer is a standstill, too.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Stopwatch:
         self.stop()
 
     def stop(self) -> float:
-        """Seconds since it began, as `now` says them."""
+        """Stops the clock. Returns its seconds, like `now`."""
         seconds = self.now()
         self._over.set()
         self._thread.join()
         return seconds
 
     def now(self) -> float:
-        """Seconds since it began, but for those in which nothing ran here."""
+        """Seconds since the start, without those in which nothing ran."""
         with self._lock:
             return self._counted_s + min(time.monotonic() - self._lap_began, _LATE_S)
 

@@ -1,4 +1,4 @@
-"""What a forked process takes over, so that it is what a new one would have been: environment, command line, modules."""
+"""Gives a forked process the environment, command line and modules that a new process would have."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ ROOM_BYTES = 16 << 10  # for what is shown of a process and is longer than what 
 
 
 def become_environment(environment: Mapping[str, str]) -> None:
-    """Nothing of the environment of the process that forked is left, nor of what was derived from it."""
+    """Replaces the environment of the forking process, and everything that was derived from it."""
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
@@ -21,15 +21,14 @@ def become_environment(environment: Mapping[str, str]) -> None:
 
 
 def show_environment(environment: Mapping[str, str]) -> None:
-    """Writes it where /proc reads a process's environment, as if this one had been started with it.
-
-    The harness finds the processes of a launch so. What does not fit into the room that there is is cut off.
+    """Writes the environment to where /proc reads a process's initial environment. The harness finds the processes of a
+    launch by it. Text beyond the available room is cut off.
     """
     _show([f"{name}={value}" for name, value in environment.items()], 47)  # env_start and env_end of proc(5)
 
 
 def show_command(command: Sequence[str]) -> None:
-    """Writes it where /proc reads a process's command line."""
+    """Writes the command to where /proc reads a process's command line."""
     _show(command, 45)  # arg_start and arg_end
 
 

@@ -1,4 +1,6 @@
-"""Simulated nodes on this machine: a store directory each, and process trees that are watched and always ended."""
+"""Simulated nodes on this machine: each has a store directory and process trees that the harness watches and always
+ends.
+"""
 
 import json
 import signal
@@ -38,9 +40,9 @@ AGENT_STOP_S = 30.0
 
 @dataclass
 class Cluster:
-    """Nodes under `base`, which must be this cluster's own. `close` ends every process that was ever started here.
+    """Nodes under `base`, a directory of this cluster alone. `close` ends every process that was ever started here.
 
-    With `quick_exit` ranks end without the end of an interpreter, which takes as long as a small save does.
+    With `quick_exit`, ranks skip the shutdown of the interpreter, which takes as long as a small save.
     """
 
     base: Path
@@ -75,10 +77,10 @@ class Cluster:
         launcher: Launcher = "direct",
         timeout_s: float = 90.0,
     ) -> Results:
-        """Runs the calls, one after the other, on every rank of a new world, and waits for its end.
+        """Runs the calls in order on every rank of a new world, and waits for its end.
 
-        `nodes` in their rank order; `ranks` on each of them. Any failing rank, or `timeout_s`, fails the test with the
-        output, the tracebacks and, if something hung, the stacks of all threads of all ranks.
+        `nodes`: in the order of their ranks, with `ranks` on each. A failing rank or the time-out fails the test with
+        the output and tracebacks. After a hang, also with the stacks of all threads of all ranks.
         """
         with self._launched(calls, nodes, ranks, launcher) as (launch, world_size):
             launch.wait(timeout_s)
@@ -93,7 +95,7 @@ class Cluster:
         launcher: Launcher = "direct",
         timeout_s: float = 90.0,
     ) -> ByRank[T]:
-        """As `launch` with one call; returns what that returned, by rank."""
+        """Like `launch` with one call. Returns its result by rank."""
         return self.launch([step], nodes=nodes, ranks=ranks, launcher=launcher, timeout_s=timeout_s).of(step)
 
     def attempt(
@@ -106,10 +108,10 @@ class Cluster:
         grace_s: float = 2.0,
         awaited: Sequence[int] | None = None,
     ) -> Attempt:
-        """As `launch`, where ranks may fail or die: says what became of each.
+        """Like `launch`, but ranks may fail or die. Returns the outcome of each.
 
-        The others are ended `grace_s` after the first failure, or as soon as the `awaited` ranks have ended, if those are
-        named. A hang without a failure fails the test.
+        The other ranks are ended `grace_s` after the first failure, or as soon as the `awaited` ranks have ended. A
+        hang without a failure fails the test.
         """
         with self._launched(calls, nodes, ranks, "direct") as (launch, _):
             return launch.attempt(calls, timeout_s, grace_s, awaited)
@@ -135,9 +137,9 @@ class Cluster:
         return {**base_environment(), "TMPDIR": str(self.base / "tmp"), **self.environment}
 
     def start_agents(self, environment_by_node: Mapping[int, Mapping[str, str]], *, idle_exit_s: float = 60.0) -> None:
-        """Starts the agents of some nodes before any rank does, each with an environment of its own.
+        """Starts agents of some nodes before any rank does, each with its own environment.
 
-        They serve when this returns, and the ranks of later launches find them.
+        They serve when this returns. Ranks of later launches find them.
         """
         for index, environment in environment_by_node.items():
             self._agent_by_node[index] = self._started_agent(index, environment, idle_exit_s)
@@ -169,14 +171,14 @@ class Cluster:
             )
 
     def agent_code(self, index: int, timeout_s: float = 15.0) -> int | None:
-        """How the agent ended that `start_agents` started; None if it still runs after `timeout_s`."""
+        """The exit code of an agent that `start_agents` started. None: it still runs after `timeout_s`."""
         try:
             return self._agent_by_node[index].wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def stop_agents(self) -> None:
-        """SIGTERM to every agent, which must be enough."""
+        """Sends SIGTERM to every agent. All must end."""
         pids = [pid for node in self.nodes if (pid := node.agent_pid())]
         for pid in pids:
             signal_if_running(pid, signal.SIGTERM)
@@ -190,7 +192,7 @@ class Cluster:
         assert not stubborn, f"agents {stubborn} ignored SIGTERM for {AGENT_STOP_S} s\n{logs}"
 
     def _logs(self) -> str:
-        """Of all agents, those that ranks have started and those of `start_agents`."""
+        """The logs of all agents, whether ranks or `start_agents` have started them."""
         paths = [*(node.disk / ".agent" / "log" for node in self.nodes), *sorted(self.base.glob("agent*.log"))]
         return "\n".join(f"--- {path.relative_to(self.base)}\n{tail(path)}" for path in paths)
 

@@ -1,6 +1,7 @@
-"""Agents and commands that are forked from a process that has imported them: most of a short one would be its imports.
+"""Forks agents and commands from a process that has already imported them, as imports are most of a short command's
+time.
 
-Each is a process of its own all the same, with the arguments, environment, output and namespaces that it was asked for.
+Each is still a process of its own, with the given arguments, environment, output and namespaces.
 """
 
 import json
@@ -24,7 +25,7 @@ _ANSWER_BYTES = 1 << 10
 
 
 class Forked:
-    """A forked process, with what the package and the tests use of a `subprocess.Popen`."""
+    """A forked process, with the methods of `subprocess.Popen` that the package and the tests use."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class Forked:
         hostname: str | None = None,
         netns: str | None = None,
     ) -> None:
-        """`command` is what would start it otherwise, and is shown so. `errors`: as `output`, if not given."""
+        """`command`: the equivalent command line, which /proc shows. `errors`: by default the same as `output`."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.args = [*command, *arguments]
         self.returncode: int | None = None
@@ -115,7 +116,7 @@ def _umask() -> int:
 def run_command(
     forker: Path, arguments: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, user: int | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """`replicated-ckpt` with these arguments, until it ends: its exit code, and what it wrote."""
+    """Runs `replicated-ckpt` with these arguments to its end. Returns its exit code and output."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command, fds = ["replicated-ckpt"], (output.fileno(), errors.fileno())
         running = Forked(
@@ -137,9 +138,9 @@ def run_command(
 
 
 def spawner(find: Callable[[], Path]) -> Spawn:
-    """Stands in for `spawn_agent` of the package: the same agent, forked. Another user's process starts it as ever.
+    """Replaces the package's `spawn_agent`: forks the same agent. A process of another user starts it as usual.
 
-    `find` says where what forks agents listens.
+    `find` returns the socket of the process that forks agents.
     """
 
     def spawn(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes] | Forked":

@@ -1,7 +1,8 @@
-"""The zygote: a process that has imported torch once and forks the ranks of every launch; torch is most of a short test.
+"""The zygote: a process that imports torch once, and forks the ranks of every launch. The import is most of a short
+test.
 
-It has no threads, no process group and no connection but the socket to the harness, and ends, with every rank that is
-left, when that socket is closed, however the harness ended.
+It has no threads, no process group, and no connection except its socket to the harness. When that socket is closed, the
+zygote and all of its ranks end, however the harness ended.
 """
 
 import encodings.idna
@@ -34,7 +35,7 @@ REQUEST_BYTES_MAX = 1 << 20
 
 
 def become_rank(request: Mapping[str, Any]) -> int:
-    """In the forked child: its own session, environment, output and namespaces, then the rank itself."""
+    """Runs in the forked child: sets up session, environment, output and namespaces, then runs the rank."""
     os.setsid()
     become_environment(request["environment"])
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -53,7 +54,7 @@ def become_rank(request: Mapping[str, Any]) -> int:
 
 
 class Zygote:
-    """The running ranks, by the descriptor that tells when they end."""
+    """The running ranks, by the descriptor that reports their end."""
 
     def __init__(self, harness: socket.socket) -> None:
         self._harness = harness
@@ -62,7 +63,9 @@ class Zygote:
         self._poll.register(harness, select.POLLIN)
 
     def serve(self) -> int:
-        """Forks a rank for each request and reports the end of each. Returns an exit code, in every process by itself."""
+        """Forks a rank for each request, and reports the end of each. Returns an exit code, separately in every
+        process.
+        """
         while True:
             for fd, _ in self._poll.poll():
                 if fd in self._pid_by_fd:
@@ -76,7 +79,7 @@ class Zygote:
                     self._watch(pid)
 
     def _forget(self) -> None:
-        """In the child: nothing that the zygote holds stays open."""
+        """Runs in the child: closes everything that the zygote has open."""
         self._harness.close()
         for fd in self._pid_by_fd:
             os.close(fd)
@@ -104,7 +107,7 @@ class Zygote:
         try:
             self._harness.send(json.dumps(fields).encode())
         except BrokenPipeError:
-            return  # the harness is gone; the next look at the socket says so, too
+            return  # The harness is gone. The next read of the socket fails, too.
 
 
 def main(fd: int) -> int:

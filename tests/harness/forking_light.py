@@ -1,7 +1,7 @@
-"""A process that has imported the agent, the command line and what they need, and forks agents and commands. No torch.
+"""A process that imports the agent and the command line, but not torch, and forks agents and commands.
 
-It listens on a socket in a directory of its own user, has no threads, and ends when the harness does. Its agents live on,
-as real ones outlive the rank that started them.
+It listens on a socket in a directory of its own user, has no threads, and ends with the harness. Its agents live on, as
+real agents outlive the rank that started them.
 """
 
 import encodings.idna  # noqa: F401 - imported for what is forked, as all others that seem unused
@@ -31,7 +31,9 @@ _REQUEST_BYTES_MAX = 1 << 20
 
 
 def become(request: dict[str, Any], output: int, errors: int, network: int, mounts: int) -> int:
-    """In the forked child: what a new process would have, in the namespaces of the one that asked; then the program."""
+    """Runs in the forked child: sets up what a new process would have, in the namespaces of the requester, then runs
+    the program.
+    """
     os.setsid()
     namespaces.enter(network, mounts)
     if request["mounts"]:
@@ -58,7 +60,7 @@ def become(request: dict[str, Any], output: int, errors: int, network: int, moun
 
 
 class Forker:
-    """Forks a process for each connection, and tells it when that one ends."""
+    """Forks a process for each connection, and reports the end of the process on it."""
 
     def __init__(self, lifeline: socket.socket, path: Path) -> None:
         self._lifeline = lifeline
@@ -66,21 +68,21 @@ class Forker:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"{path}.new")
         self._listener.listen(64)
-        Path(f"{path}.new").rename(path)  # who finds it is answered
+        Path(f"{path}.new").rename(path)  # Clients that find the socket get an answer.
         self._asking: dict[int, socket.socket] = {}
-        self._started: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that tells of its end
+        self._started: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that reports its end
         self._poll = select.poll()
         for one in (lifeline, self._listener):
             self._poll.register(one, select.POLLIN)
 
     def serve(self) -> int:
-        """Until the harness ends. Returns an exit code, in every process by itself."""
+        """Serves until the harness ends. Returns an exit code, separately in every process."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._lifeline.fileno():
                     self._path.unlink(missing_ok=True)
                     if self._path.parent.is_dir():
-                        self._path.parent.rmdir()  # a harness that was killed does not
+                        self._path.parent.rmdir()  # a killed harness does not remove it
                     return 0
                 if fd == self._listener.fileno():
                     self._accept()
@@ -95,7 +97,7 @@ class Forker:
         self._poll.register(connection, select.POLLIN)
 
     def _fork_for(self, fd: int) -> int | None:
-        """The exit code of what was forked, in that process; None in this one."""
+        """In the forked process, returns its exit code. In this one, None."""
         self._poll.unregister(fd)
         connection = self._asking.pop(fd)
         text, given, _, _ = socket.recv_fds(connection, _REQUEST_BYTES_MAX, 4)
@@ -115,7 +117,7 @@ class Forker:
         return None
 
     def _forget(self) -> None:
-        """In the child: nothing that this process holds stays open."""
+        """Runs in the child: closes everything that this process has open."""
         for one in (self._lifeline, self._listener, *self._asking.values()):
             one.close()
         for fd, (_, connection) in self._started.items():
@@ -135,11 +137,11 @@ def _send(connection: socket.socket, **fields: int) -> None:
     try:
         connection.send(json.dumps(fields).encode())
     except (BrokenPipeError, ConnectionResetError):
-        return  # the process that asked is gone, and what was forked lives on
+        return  # The requester is gone. The forked process lives on.
 
 
 def main(fd: int, path: Path) -> int:
-    """Forks what is asked for at `path`, until the other end of the socket `fd` is closed."""
+    """Forks requested processes at `path` until the other end of the socket `fd` is closed."""
     parser()  # imports every verb
     launch.spawn_agent = spawner(lambda: path)  # type: ignore[assignment]  # commands start agents, too
     threads = list(Path("/proc/self/task").iterdir())

@@ -1,4 +1,4 @@
-"""Hosts as a user has them: addresses, a name, a /tmp and a disk of their own; the store at the same path on each."""
+"""Hosts as users have them: each with its own address, name, /tmp and disk, and its store at the same path."""
 
 import shutil
 import sys
@@ -19,14 +19,14 @@ _BASE = "/var/tmp"
 
 @dataclass(frozen=True)
 class Hosts:
-    """A cluster and its network. Nothing tells its nodes their addresses: they find them out as on a user's hosts."""
+    """A cluster and its network. Its nodes determine their own addresses, as on a user's hosts."""
 
     cluster: Cluster
     network: Network
 
 
 def why_no_hosts() -> str | None:
-    """Why this machine cannot have them; None if it can."""
+    """The reason why this machine cannot have hosts. None: it can."""
     if any(Path(path).is_relative_to(_TMP) for path in (REPOSITORY, sys.executable, sys.prefix)):
         return "a /tmp of its own would hide this repository, or its Python, from a host"
     return why_no_network()
@@ -34,7 +34,7 @@ def why_no_hosts() -> str | None:
 
 @contextmanager
 def hosts_of(count: int, environment: dict[str, str]) -> Iterator[Hosts]:
-    """So many hosts, and all that they did is gone afterwards."""
+    """Creates `count` hosts. Afterwards nothing of them is left."""
     base = Path(tempfile.mkdtemp(prefix="rckpt-hosts-", dir=_BASE))
     try:
         bare = Cluster(base / "cluster", count, private_mounts=True, environment=environment, quick_exit=True)

@@ -1,4 +1,4 @@
-"""One world of ranks, from start to end: forked from the zygote, or torchruns; watched, and always ended."""
+"""One world of ranks from start to end: forked from the zygote, or started by torchrun. It is watched and always ended."""
 
 import json
 import os
@@ -26,8 +26,8 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 
-FIRST_FAILURE_GRACE_S = 30.0  # how long the other ranks may take to end after the first one failed
-COLLECTIVE_TIMEOUT_ENV = "REPLICATED_CKPT_TEST_COLLECTIVE_S"  # seconds, of the process group of a launch
+FIRST_FAILURE_GRACE_S = 30.0  # time for the other ranks to end after the first failure
+COLLECTIVE_TIMEOUT_ENV = "REPLICATED_CKPT_TEST_COLLECTIVE_S"  # seconds; time-out of a launch's process group
 _POLL_S = 0.02
 
 Launcher = Literal["direct", "torchrun", "single"]  # ranks from the zygote; torchrun per node; one rank and no group
@@ -36,9 +36,10 @@ Digests = dict[str, str]  # of a state, by the name of the value
 
 @dataclass(frozen=True, eq=False)
 class Call(Generic[T_co]):
-    """A step of every rank: a function of tests/steps or benchmarks, called with the rank's context and these arguments.
+    """A step for every rank: a function of tests/steps or benchmarks, called with the rank's context and these
+    arguments.
 
-    Arguments and results travel as JSON: a tuple arrives as a list. Two calls are equal only if they are one object.
+    Arguments and results travel as JSON, so a tuple arrives as a list. A call equals only itself.
     """
 
     step: Callable[..., T_co]
@@ -49,14 +50,14 @@ class Call(Generic[T_co]):
 
 
 def call(step: "Callable[Concatenate[Context, P], T]", *nothing: P.args, **arguments: P.kwargs) -> Call[T]:
-    """`call(state.save, kinds=["plain"], checkpoint_id="step-1")`; arguments have names."""
+    """`call(state.save, kinds=["plain"], checkpoint_id="step-1")`. All arguments are passed by name."""
     assert not nothing, f"{step.__name__} takes its arguments by name"
     assert "." not in step.__qualname__, f"{step.__qualname__} is no function of a module: ranks cannot import it"
     return Call(step, arguments)
 
 
 def step_of(as_json: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of a call that travelled as JSON."""
+    """The function of a call that arrived as JSON."""
     step: Callable[..., Any] = getattr(import_module(as_json["module"]), as_json["function"])
     return step
 
@@ -65,34 +66,34 @@ Step = Call[T] | Callable[..., T]
 
 
 def place_of(step: Step[Any], calls: Sequence[Call[Any]]) -> int:
-    """Where a call is among these: itself, or the only one that has this function."""
+    """The index of a call among these. A function identifies the only call that has it."""
     places = [place for place, each in enumerate(calls) if step in (each, each.step)]
     assert len(places) == 1, f"{len(places)} of the calls {calls} are {step}"
     return places[0]
 
 
 class ByRank(list[T]):
-    """What a call returned on each rank."""
+    """The results of a call, by rank."""
 
     def agreed(self) -> T:
-        """What it returned on every rank alike."""
+        """The result, which must be the same on every rank."""
         assert all(other == self[0] for other in self), f"ranks disagree: {self}"
         return self[0]
 
     def digests(self: "ByRank[dict[str, Any]]") -> "ByRank[Digests]":
-        """Of what a step loaded."""
+        """The digests of what a step loaded."""
         return ByRank(value["digests"] for value in self)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the ranks of one launch returned, and this package's warnings: `results.of(state.load)[rank]`."""
+    """The ranks' results of one launch, and this package's warnings: `results.of(state.load)[rank]`."""
 
     calls: Sequence[Call[Any]]
     reports: Sequence[Mapping[str, Any]]  # by rank
 
     def of(self, step: Step[T]) -> ByRank[T]:
-        """What a call returned. Its function names it, too, if no other call of this launch has that function."""
+        """The results of a call. Its function identifies it, too, if no other call of this launch has that function."""
         place = place_of(step, self.calls)
         return ByRank(report["values"][place] for report in self.reports)
 
@@ -108,11 +109,11 @@ class Results:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a launch in which ranks may fail or die.
+    """The outcome of a launch in which ranks may fail or die.
 
-    `codes`: exit codes by rank, -9 after SIGKILL; None where the harness ended the rank, as a launcher does after the
-    first failure. `failures` has the traceback of the step that a rank did not end: of a rank that failed before its
-    first step, the end of what it printed.
+    `codes`: exit codes by rank, -9 after SIGKILL. None: the harness ended the rank after the first failure, as a
+    launcher does. `failures`: the traceback of the step in which a rank failed, or the end of its output if it failed
+    before its first step.
     """
 
     calls: Sequence[Call[Any]]
@@ -121,14 +122,14 @@ class Attempt:
     values: list[list[Any]]  # by rank, of the steps that it ended
 
     def of(self, step: Step[T]) -> dict[int, T]:
-        """What a call returned, by rank; only ranks that ended it are there."""
+        """The results of a call, by rank, for the ranks that completed it."""
         place = place_of(step, self.calls)
         return {rank: values[place] for rank, values in enumerate(self.values) if len(values) > place}
 
 
 @dataclass
 class Launch:
-    """The processes of one world. `nodes` are all of the cluster; a launch takes some of them."""
+    """The processes of one world. `nodes`: all nodes of the cluster, of which a launch uses some."""
 
     nodes: Sequence[Node]
     folder: Path
@@ -159,7 +160,7 @@ class Launch:
         return {
             "REPLICATED_CKPT_TEST_LAUNCH": self.marker,
             "REPLICATED_CKPT_TEST_NODE": str(node),
-            DOMAIN_ENV: f"node{node}",  # nodes of one machine stand for hosts
+            DOMAIN_ENV: f"node{node}",  # The nodes of this machine represent hosts.
             **self.environment,
             **self.nodes[node].environment,
             **env,
@@ -200,7 +201,9 @@ class Launch:
     def attempt(
         self, calls: Sequence[Call[Any]], timeout_s: float, grace_s: float, awaited: Sequence[int] | None
     ) -> Attempt:
-        """Waits for the ranks; once one failed, the others (or only those awaited) have `grace_s` to end by themselves."""
+        """Waits for the ranks. After the first failure, the other ranks, or the awaited ones, have `grace_s` to end by
+        themselves.
+        """
         if not self._has_ended(timeout_s, grace_s, awaited) and not any(self._codes()):
             self._raise_hung()
         self._await_ending()
@@ -214,11 +217,11 @@ class Launch:
         return Attempt(tuple(calls), codes, failures, [report["values"] for report in reports])
 
     def _printed(self, rank: int, code: int | None) -> str:
-        """Of a rank that failed by itself, not of one that was ended."""
+        """The output of a rank that failed by itself and was not ended by the harness."""
         return tail(self.folder / f"rank{rank}.log") if code is not None and code > 0 else ""
 
     def _await_ending(self) -> None:
-        """Those that are dying end by themselves: the others may hear of it, and fail, before their exit is known here."""
+        """Waits for ranks that the kernel is ending. Other ranks may notice this, and fail, before the harness does."""
         deadline = time.monotonic() + FIRST_FAILURE_GRACE_S
         while any(process.poll() is None and is_ending(process.pid) for process in self._processes):
             assert time.monotonic() < deadline, f"the kernel does not end {self._processes}"
@@ -228,7 +231,7 @@ class Launch:
         return [process.poll() for process in self._processes]
 
     def _has_ended(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None = None) -> bool:
-        """Whether every rank (or each that is awaited) ended in time, and, once one failed, the others within `grace_s`."""
+        """Whether every awaited rank ended in time and, after the first failure, the others within `grace_s`."""
         deadline = time.monotonic() + timeout_s
         is_failed = False
         ranks = range(len(self._processes)) if awaited is None else awaited
@@ -257,7 +260,7 @@ class Launch:
         return Results(tuple(calls), [self._report_of(rank) for rank in range(world_size)])
 
     def end_ranks(self) -> None:
-        """Kills what is left of this world's ranks, and of torchrun; the agents live on."""
+        """Kills the remaining ranks of this world, and torchrun. Agents live on."""
         agents = {node.agent_pid() for node in self.nodes}
         left = {process.pid for process in self._processes if process.poll() is None}
         if left:
@@ -272,7 +275,9 @@ class Launch:
 
 
 def _crash(path: Path, size_bytes: int = 3000) -> str:
-    """Of a rank that died of a signal as SIGSEGV: the stack of the thread that did, which is not the last one."""
+    """The stack of the crashed thread of a rank that died of a signal such as SIGSEGV. It is not the last stack of the
+    output.
+    """
     found = path.read_text(errors="replace") if path.suffix == ".stacks" else ""
     start = found.find("Fatal Python error")
     at = max(found.find("Current thread", start), start)
@@ -284,7 +289,7 @@ def tail(path: Path, size_bytes: int = 4000) -> str:
 
 
 def base_environment() -> dict[str, str]:
-    """What every process of a cluster is started with: the harness's own environment, but for what names a rank."""
+    """The environment of every process of a cluster: the harness's own, without the variables that identify a rank."""
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
     return {
         **{key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}},
@@ -294,7 +299,7 @@ def base_environment() -> dict[str, str]:
 
 
 def inside(node: Node) -> list[str]:
-    """The beginning of a command that runs on a node: with its disk at its root, under its name, in its network."""
+    """The start of a command that runs on a node: with its disk at its root, under its host name, in its network."""
     network = ["ip", "netns", "exec", node.netns] if node.netns else []
     steps = [f"mount --bind {shlex.quote(source)} {shlex.quote(target)}" for source, target in node.mounts()]
     if node.hostname:

@@ -1,4 +1,4 @@
-"""Namespaces of Linux for one process and its children: other disks behind paths, another name, another network."""
+"""Linux namespaces for one process and its children: other disks behind paths, another host name, another network."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount_privately(mounts: Iterable[Sequence[str]]) -> None:
-    """Of each pair the second path is the first from now on, for this process and its children only. Needs root."""
+    """Mounts the first path of each pair at the second, for this process and its children only. Needs root."""
     _checked("unshare", _libc.unshare(_CLONE_NEWNS))
     _checked("make mounts private", _libc.mount(None, b"/", None, _MS_PRIVATE_EVERYWHERE, None))
     for source, target in mounts:
@@ -25,13 +25,13 @@ def mount_privately(mounts: Iterable[Sequence[str]]) -> None:
 
 
 def name_host(name: str) -> None:
-    """This process and its children are on a host of this name. Needs root."""
+    """Changes the host name for this process and its children. Needs root."""
     _checked("unshare", _libc.unshare(_CLONE_NEWUTS))
     socket.sethostname(name)
 
 
 def enter_network(name: str) -> None:
-    """This thread, and every thread and process that it starts, is in the network namespace `name`. Needs root."""
+    """Moves this thread, and every thread and process that it starts, into the network namespace `name`. Needs root."""
     fd = os.open(NETWORKS / name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _checked("enter the network", _libc.setns(fd, _CLONE_NEWNET))
@@ -40,13 +40,15 @@ def enter_network(name: str) -> None:
 
 
 def open_own() -> tuple[int, int]:
-    """Descriptors of this process's network and of what is mounted for it, for `enter`."""
+    """Descriptors of this process's network and mount namespaces, for `enter`."""
     network, mounts = (os.open(_OWN / name, os.O_RDONLY | os.O_CLOEXEC) for name in ("net", "mnt"))
     return network, mounts
 
 
 def enter(network: int, mounts: int) -> None:
-    """This process, which has one thread, is in the namespaces of another one; closes them. Needs root, if they differ."""
+    """Moves this process, which must have one thread, into the namespaces of another process, and closes the
+    descriptors. Needs root if the namespaces differ.
+    """
     for fd, name, kind in ((network, "net", _CLONE_NEWNET), (mounts, "mnt", _CLONE_NEWNS)):
         if os.fstat(fd).st_ino != (_OWN / name).stat().st_ino:
             _checked(f"enter another's {name}", _libc.setns(fd, kind))

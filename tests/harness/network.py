@@ -1,7 +1,7 @@
-"""A network for simulated nodes: each in a network namespace, with two links to a switch that can be cut one by one.
+"""A network for simulated nodes: each is a network namespace with two links to a switch. Each link can be cut alone.
 
-Over `eth0` the ranks talk to each other, over `eth1` the agents: as on hosts with a network of their own for storage, a
-node's store can be cut off while its ranks go on.
+Ranks communicate over `eth0`, and agents over `eth1`. So a node's store can be cut off while its ranks continue, as on
+hosts with a separate storage network.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from tests.harness.cluster import Cluster
 
 RANKS, AGENTS = "eth0", "eth1"
-NOBODY = "02:00:00:00:00:ff"  # a hardware address that no node has: frames to it are lost
+NOBODY = "02:00:00:00:00:ff"  # a hardware address that no node has, so that frames to it are lost
 
 
 def ranks_address(node: int) -> str:
@@ -30,23 +30,23 @@ def agents_address(node: int) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """Links are cut at the switch, so that nobody at either end is told. Any process of the harness may cut them."""
+    """Links are cut at the switch, so that neither end is notified. Any process of the harness may cut them."""
 
     name: str
 
     def cut(self, node: int) -> None:
-        """Nobody reaches anything on this node, and it reaches nobody."""
+        """Cuts this node off from all others."""
         self._set(node, "down", RANKS, AGENTS)
 
     def cut_store(self, node: int) -> None:
-        """The node's agent is cut off, and its ranks from all other agents; the ranks still reach each other."""
+        """Cuts the node's agent off, and its ranks from all other agents. The ranks still reach each other."""
         self._set(node, "down", AGENTS)
 
     def heal(self, node: int) -> None:
         self._set(node, "up", RANKS, AGENTS)
 
     def cut_between(self, one: int, other: int) -> None:
-        """The agents of these two cannot reach each other, and can reach everybody else."""
+        """Cuts the agents of these two nodes off from each other. They still reach all others."""
         for here, there in ((one, other), (other, one)):
             target = [agents_address(there), "dev", AGENTS]
             _ip("-n", f"{self.name}-{here}", "neighbour", "replace", *target, "lladdr", NOBODY, "nud", "permanent")
@@ -56,11 +56,11 @@ class Network:
             _ip("-n", f"{self.name}-{here}", "neighbour", "del", agents_address(there), "dev", AGENTS)
 
     def drop_port(self, node: int, port: int) -> None:
-        """A firewall on this node drops what comes for a TCP port: nobody who connects there gets an answer."""
+        """A firewall on this node drops packets to a TCP port: connections to it get no answer."""
         _ip("-n", f"{self.name}-{node}", "rule", "add", "ipproto", "tcp", "sport", str(port), "blackhole")
 
     def sent_bytes(self, node: int, link: str) -> int:
-        """What this node has sent over one of its links."""
+        """Bytes that this node has sent over one of its links."""
         told: list[dict[str, Any]] = json.loads(_ip("-n", f"{self.name}-{node}", "-s", "-j", "link", "show", link))
         return int(told[0]["stats64"]["tx"]["bytes"])
 
@@ -70,7 +70,7 @@ class Network:
 
 
 def why_no_network() -> str | None:
-    """Why this machine cannot have one; None if it can."""
+    """The reason why this machine cannot have such a network. None: it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -83,7 +83,7 @@ def why_no_network() -> str | None:
 
 @contextmanager
 def network_of(cluster: Cluster) -> Iterator[Network]:
-    """Puts the cluster's nodes into a network of their own, which is gone afterwards; close the cluster before."""
+    """Connects the cluster's nodes by a network of their own, which is removed afterwards. Close the cluster first."""
     network = Network(_new_name())
     with ExitStack() as made:
         _namespace(network.name, made)
@@ -101,7 +101,7 @@ def network_of(cluster: Cluster) -> Iterator[Network]:
 
 
 def _new_name() -> str:
-    """With the id of this process: what it leaves if it is killed can be told from what others use."""
+    """A name with the id of this process, which identifies the remains of a killed one."""
     return f"rckpt-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 

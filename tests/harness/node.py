@@ -1,4 +1,4 @@
-"""A simulated node: a store directory, the agent that serves it, and what its processes are started with."""
+"""A simulated node: a store directory, its agent, and the environment of its processes."""
 
 import shutil
 from dataclasses import dataclass, field
@@ -9,10 +9,11 @@ from tests.harness.processes import agent_of, end, is_running
 
 @dataclass
 class Node:
-    """Its ranks see its store at `root`; it lies at `disk` (the same, but for private mounts).
+    """Its ranks see its store at `root`. The store lies at `disk`, which is the same path without private mounts.
 
-    `environment` is for its ranks and for the agents that they start. With `netns` (of ip-netns(8)) its processes are
-    in that network, where other nodes find it at `address`. `own`: what it alone sees at other paths, a /tmp say.
+    `environment`: of its ranks, and of the agents that they start. `netns`: the network namespace (ip-netns(8)) of its
+    processes, in which other nodes reach it at `address`. `own`: other paths that only this node sees, for example its
+    /tmp.
     """
 
     root: Path
@@ -24,7 +25,7 @@ class Node:
     hostname: str | None = None
 
     def mounts(self) -> list[tuple[str, str]]:
-        """What its processes alone see, and where: its disk at its root first."""
+        """The mounts that only its processes see. The first is its disk at its root."""
         pairs = [] if self.root == self.disk else [(str(self.disk), str(self.root))]
         return [*pairs, *((str(source), target) for target, source in self.own.items())]
 
@@ -40,7 +41,7 @@ class Node:
             end([pid])
 
     def lose(self) -> None:
-        """The node is gone: its agent and every byte of its store."""
+        """Loses the node: kills its agent, and deletes its store."""
         self.kill_agent()
         shutil.rmtree(self.disk, ignore_errors=True)
         self.disk.mkdir(parents=True)
@@ -55,7 +56,7 @@ class Node:
         return {path.name for path in (self.disk / checkpoint_id).iterdir()}
 
     def checkpoints(self) -> set[str]:
-        """Ids of the committed checkpoints, of one part each."""
+        """Ids of the committed checkpoints whose id has one part."""
         return {path.parent.name for path in self.disk.glob("*/.manifest.json") if not path.parent.name.startswith(".")}
 
 

@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them: found by what they were started with, ended by id."""
+"""Processes of this machine in /proc: found by their environment or command line, and ended by id."""
 
 import contextlib
 import json
@@ -11,9 +11,9 @@ _PF_EXITING = 0x4  # of linux/sched.h, in field 9 of proc(5)'s stat
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an exit status that nobody collected.
+    """Whether the process exists, and is more than an exit status that nobody has collected.
 
-    A thread of it that waits for a disk outlives the first one, and has its locks as long.
+    A thread that waits for a disk outlives the first thread, and keeps the process's locks.
     """
     process = Path(f"/proc/{pid}")
     try:
@@ -23,7 +23,7 @@ def is_running(pid: int) -> bool:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the kernel is taking the process down, or has, and nobody has collected its exit status."""
+    """Whether the kernel is ending the process, or has ended it and nobody has collected its exit status."""
     try:
         flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]
     except OSError:
@@ -32,7 +32,7 @@ def is_ending(pid: int) -> bool:
 
 
 def open_files(pid: int) -> list[str]:
-    """What the process has open, by descriptor, as /proc names it; not what it closes meanwhile."""
+    """The open files of a process, by descriptor, as /proc names them. Files that it closes meanwhile are left out."""
     found: list[str] = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -41,12 +41,12 @@ def open_files(pid: int) -> list[str]:
 
 
 def open_below(folder: Path) -> list[str]:
-    """What this process has open below a folder; other descriptors of it may be closed at any time, by threads that end."""
+    """The files below a folder that this process has open. Ending threads may close other descriptors at any time."""
     return [name for name in open_files(os.getpid()) if name.startswith(str(folder))]
 
 
 def agent_of(root: Path) -> int:
-    """The process of the last agent of a store, which may have ended."""
+    """The process id of the last agent of a store. The agent may have ended."""
     return int(json.loads((root / ".agent" / "endpoint.json").read_text())["pid"])
 
 
@@ -56,7 +56,7 @@ def signal_if_running(pid: int, signum: int) -> None:
 
 
 def stop_process(pid: int) -> None:
-    """SIGSTOP; returns once no thread of the process runs any more, which is not yet so when `os.kill` returns."""
+    """Sends SIGSTOP, and returns once no thread of the process runs. `os.kill` returns earlier."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 10
     while any(not _has_halted(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
@@ -76,7 +76,7 @@ def _state(process: Path) -> str:
 
 
 def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
-    """Those that still run after `timeout_s`."""
+    """Waits for the processes to end. Returns those that still run after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     left = [pid for pid in pids if is_running(pid)]
     while left and time.monotonic() < deadline:
@@ -93,7 +93,7 @@ def _read(path: Path) -> bytes:
 
 
 def processes_of(marker: str) -> list[int]:
-    """Ids of all running processes, except this one, that carry `marker` in their command line or environment."""
+    """Ids of all running processes, except this one, with `marker` in their command line or environment."""
     needle = marker.encode()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [
@@ -106,7 +106,7 @@ def processes_of(marker: str) -> list[int]:
 
 
 def end(pids: list[int]) -> None:
-    """SIGKILL to each of them; returns when they are gone."""
+    """Sends SIGKILL to each process, and returns when all are gone."""
     for pid in pids:
         signal_if_running(pid, signal.SIGKILL)
     if left := wait_until_gone(pids, timeout_s=10):

@@ -1,4 +1,4 @@
-"""One rank of a launched world: runs the calls of a spec file and writes down what each returned."""
+"""One rank of a launched world: runs the calls of a spec file, and writes their results."""
 
 import faulthandler
 import json
@@ -33,14 +33,18 @@ def run(call: dict[str, Any], context: Context) -> tuple[Any, list[str]]:
 
 
 def exit_quickly(*, is_failed: bool) -> NoReturn:
-    """Ends this process at once; where all is well, not before the others have done with the store that rank 0 serves."""
+    """Ends this process at once. Without a failure, rank 0 first waits until no other rank uses the store that it
+    serves.
+    """
     if dist.is_initialized() and not is_failed:
         dist.barrier()
     os._exit(int(is_failed))
 
 
 def join_group() -> None:
-    """The ranks meet at the store first, for as long as a busy machine takes: the group's own time-out may be seconds."""
+    """Joins the group. First the ranks meet at the store, for as long as a busy machine takes, because the group's own
+    time-out may be only seconds.
+    """
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(world_size)])
@@ -65,11 +69,11 @@ def main(spec_path: Path) -> int:
             value, ours = run(call, context)
             report["values"].append(value)
             report["warnings"].append(ours)
-    except BaseException:  # CheckpointException is none of Exception's children
+    except BaseException:  # CheckpointException is not a subclass of Exception.
         report["failure"] = f"step {len(report['values'])} ({call['function']}):\n{traceback.format_exc()}"
         raise
     finally:
-        written = folder / f"rank{rank}.json.part"  # a rank that is killed meanwhile has said nothing
+        written = folder / f"rank{rank}.json.part"  # A rank that is killed meanwhile has written nothing.
         written.write_text(json.dumps(report, indent=1))
         written.rename(folder / f"rank{rank}.json")
         if spec["quick_exit"]:

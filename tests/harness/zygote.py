@@ -1,4 +1,6 @@
-"""The harness's ends of two zygotes, of ranks and of all without torch: one each a session, started when first wanted."""
+"""The harness's side of the two zygotes, one with torch for ranks and one without. Each is started once a session, when
+first needed.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 class Rank:
-    """A forked rank, with what the harness uses of a `subprocess.Popen`."""
+    """A forked rank, with the methods of `subprocess.Popen` that the harness uses."""
 
     def __init__(self, zygote: "Zygote", pid: int) -> None:
         self._zygote = zygote
@@ -38,7 +40,7 @@ class Rank:
 
 
 class Zygote:
-    """A process that forks ranks. Used by one thread."""
+    """A process that forks ranks. Only one thread may use it."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,7 +74,9 @@ class Zygote:
         hostname: str | None = None,
         netns: str | None = None,
     ) -> Rank:
-        """Starts a rank of the launch in `folder`. `mounts`: as (disk, root), which only it and its children see."""
+        """Starts a rank of the launch in `folder`. `mounts`: pairs (disk, root) that only the rank and its children
+        see.
+        """
         request: dict[str, Any] = {"environment": dict(environment), "folder": str(folder), "log": str(log)}
         request["agents"] = str(the_light_zygote().path)
         request |= {"mounts": list(mounts), "hostname": hostname, "netns": netns}
@@ -84,7 +88,7 @@ class Zygote:
         return self._started.pop()
 
     def listen(self, timeout_s: float) -> None:
-        """Takes what the zygote has reported; waits for the first report up to `timeout_s`."""
+        """Reads the zygote's reports. Waits up to `timeout_s` for the first one."""
         self._socket.settimeout(timeout_s)
         try:
             while report := self._socket.recv(1 << 10):
@@ -103,7 +107,7 @@ class Zygote:
             self._rank_by_pid.pop(report["ended"]).returncode = report["code"]
 
     def stop(self) -> None:
-        """Ends it and whatever ranks it still has."""
+        """Ends the zygote and its remaining ranks."""
         self._socket.close()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -114,7 +118,7 @@ class Zygote:
 
 
 class LightZygote:
-    """A process that forks agents and commands, and has no torch, for those who connect to `path`. They outlive it."""
+    """A process without torch that forks agents and commands for clients that connect to `path`. They outlive it."""
 
     def __init__(self) -> None:
         self._lifeline, theirs = socket.socketpair()
@@ -153,7 +157,7 @@ class LightZygote:
 
 
 def _own_environment() -> dict[str, str]:
-    """As the ranks' own will be, where it matters while modules are imported; nothing in it names a test or a store."""
+    """An environment like the ranks' own, as far as imports depend on it. It names no test and no store."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("REPLICATED_CKPT_", "PYTEST_"))}
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
     return {
@@ -170,14 +174,14 @@ _lock = threading.Lock()
 
 
 def the_zygote() -> Zygote:
-    """The session's zygote of ranks, started if there is none."""
+    """The session's zygote of ranks, which is started if there is none."""
     if not _running or not _running[0].is_running:
         _running[:] = [Zygote()]
     return _running[0]
 
 
 def the_light_zygote() -> LightZygote:
-    """The session's zygote of agents and commands, started if there is none. Called by any thread."""
+    """The session's zygote of agents and commands, which is started if there is none. Any thread may call this."""
     with _lock:
         if not _running_light or not _running_light[0].is_running:
             _running_light[:] = [LightZygote()]
@@ -185,7 +189,7 @@ def the_light_zygote() -> LightZygote:
 
 
 def stop_the_zygotes() -> None:
-    """At the end of a session. Without it the zygotes end with the process that started them."""
+    """Called at the end of a session. Otherwise the zygotes end with the process that started them."""
     for running in (_running, _running_light):
         while running:
             running.pop().stop()
