@@ -49,7 +49,7 @@ def start(context: Context, states: dict[str, State], checkpoint_id: str, planne
 
 
 def save(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
-    """Saves in the background, one after the other, and spoils the values as soon as it may."""
+    """Saves in the background, one save after the other. Overwrites the values as soon as that is allowed."""
     saved = []
     for seed, checkpoint_id in enumerate(checkpoint_ids):
         states = build_all(context, kinds, seed)
@@ -70,8 +70,8 @@ def spoil(state: Any) -> None:
 
 
 def save_in_process(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
-    """As `save`, each rank's writer in a second process, which serves all its saves."""
-    tempfile.tempdir = "/tmp"  # tensors go there through a socket, and no socket's path has more than 107 bytes
+    """Like `save`, but each rank's writer runs in a second process, which serves all saves."""
+    tempfile.tempdir = "/tmp"  # Tensors go there through a socket, whose path may have 107 bytes at most.
     saved = []
     for seed, checkpoint_id in enumerate(checkpoint_ids):
         states = build_all(context, kinds, seed)
@@ -88,7 +88,7 @@ def save_in_process(context: Context, kinds: list[str], checkpoint_ids: list[str
 
 
 def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: str, ranks: list[int]) -> str:
-    """As `save_in_process`, and `ranks` raise in that process; returns what the future says on this rank."""
+    """Like `save_in_process`, but `ranks` raise in the second process. Returns this rank's error from the future."""
     tempfile.tempdir = "/tmp"
     future = dcp.async_save(
         dict(build_all(context, kinds, 0)),
@@ -102,7 +102,7 @@ def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: st
 
 
 def save_and_die(context: Context, kinds: list[str], ack: Ack) -> None:
-    """Saves in the background, and is killed once that is acknowledged."""
+    """Saves in the background, and is killed once the save is acknowledged."""
     states = build_all(context, kinds, 0)
     writer = context.writer(ack=ack)
     future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=writer)
@@ -114,7 +114,9 @@ def save_and_die(context: Context, kinds: list[str], ack: Ack) -> None:
 
 
 def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> dict[str, Any]:
-    """Saves one after the other as soon as agents have the one before; what lay in the store at each acknowledgement."""
+    """Saves as soon as agents have accepted the previous save. Returns the contents of the store at each
+    acknowledgement.
+    """
     saved, seen, reported = [], [], list[str]()
     writer = ReplicatedWriter(context.root, on_save=lambda report: reported.append(report.checkpoint_id))
     for seed, checkpoint_id in enumerate(checkpoint_ids):
@@ -133,7 +135,7 @@ def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) ->
 
 
 def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:
-    """A save in the background in which `ranks` raise; returns what the future says on this rank."""
+    """A save in the background in which `ranks` raise. Returns this rank's error from the future."""
     states = build_all(context, kinds, 0)
     planner = FailingPlanner(phase, fails_here=context.rank in ranks)
     future = start(context, states, checkpoint_id, planner)
@@ -143,14 +145,16 @@ def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: s
 
 
 class Interrupting:
-    """What is interrupted when it is copied."""
+    """An object whose copying is interrupted."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise KeyboardInterrupt
 
 
 def save_interrupted(context: Context, rank: int) -> dict[str, Any]:
-    """A save in the background of which one rank is interrupted while it copies its state: what each learns, how soon."""
+    """A save in the background in which one rank is interrupted while it copies its state. Returns each rank's error,
+    and after how long.
+    """
     state = {f"r{context.rank}": Interrupting() if context.rank == rank else torch.ones(1000)}
     stopwatch = Stopwatch()
     try:
@@ -163,7 +167,7 @@ def save_interrupted(context: Context, rank: int) -> dict[str, Any]:
 
 
 def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
-    """Starts a slow save in the background; the interpreter ends right after this step."""
+    """Starts a slow save in the background. The interpreter ends right after this step."""
     states = build_all(context, kinds, 0)
     before = digests_of(states)
     context.leaves_work_behind = True
@@ -172,7 +176,7 @@ def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> d
 
 
 def descriptors_of_saves(context: Context, saves: int) -> list[int]:
-    """How many descriptors this process has open after each save, with a writer of its own for each."""
+    """The number of open descriptors of this process after each save, with a new writer for each."""
     counts = []
     for number in range(saves):
         future = dcp.async_save(
@@ -189,7 +193,7 @@ def descriptors_of_saves(context: Context, saves: int) -> list[int]:
 
 
 def connections_of_kept_writers(context: Context, saves: int) -> list[int]:
-    """How many connections this node's agent has to ranks after each save, with a writer for each that is kept."""
+    """The number of ranks' connections to this node's agent after each save. A new writer is kept for each save."""
     counts, writers = [], [ReplicatedWriter(context.root) for _ in range(saves)]
     for number, writer in enumerate(writers):
         state = {f"rank{context.rank}": torch.ones(1 << 18)}
@@ -201,7 +205,9 @@ def connections_of_kept_writers(context: Context, saves: int) -> list[int]:
 
 
 def bytes_of_saves(context: Context, mebibytes: int) -> dict[str, int]:
-    """Bytes that this process writes to files from the end of staging to the end of a save: by the agent, and by itself."""
+    """Bytes that this process writes to files between the end of staging and the end of a save: if the agent writes,
+    and if the process does.
+    """
     state = {f"rank{context.rank}": torch.ones(mebibytes << 18)}
     writer = context.writer(overwrite=True)
     unix_socket, away = (context.root / ".agent" / name for name in (SOCKET_NAME, "away"))
@@ -220,13 +226,13 @@ def bytes_of_saves(context: Context, mebibytes: int) -> dict[str, int]:
 
 
 def _count_written() -> int:
-    """`wchar` of proc(5): bytes that this process has passed to write(2) and its like."""
+    """`wchar` of proc(5): the bytes that this process has passed to write(2) and similar calls."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["wchar"])
 
 
 def footprint_of_saves(context: Context, saves: int, mebibytes: int) -> list[dict[str, int]]:
-    """What this process and its node's agent hold after each of many saves: resident bytes, descriptors, threads."""
+    """Resident bytes, descriptors and threads of this process and its node's agent after each of many saves."""
     state, writer = {f"rank{context.rank}": torch.ones(mebibytes << 18)}, context.writer(overwrite=True)
     found = []
     for number in range(saves):
@@ -244,9 +250,10 @@ def footprint_of_saves(context: Context, saves: int, mebibytes: int) -> list[dic
 
 
 def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str, Any]:
-    """Processes are forked in the middle of each save, as a data loader's workers are, and live on.
+    """Forks processes in the middle of each save, like a data loader's workers. They live on.
 
-    Returns what this node's agent has open to ranks after each save, and whether the lock of its start is free in the end.
+    Returns the agent's open connections to ranks after each save, and whether the agent's start lock is free at the
+    end.
     """
     states, workers, found = build_all(context, kinds, 0), list[BaseProcess](), list[int]()
     for number in range(saves):
@@ -265,7 +272,7 @@ def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str
 
 
 def _local_connections(pid: int) -> int:
-    """How many sockets of this host alone a process has; those that are being closed are given a moment."""
+    """The number of local sockets of a process. Closing ones get a moment to end."""
     time.sleep(0.1)
     links = open_files(pid)
     inodes = [line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]

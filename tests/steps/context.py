@@ -1,4 +1,4 @@
-"""What a step knows: its rank, its node and store, and the writer and readers of this process."""
+"""The context of a step: its rank, its node and store, and this process's writer and readers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ class Context:
     world_size: int
     node: int
     roots: list[Path]
-    kept: dict[str, Any] = field(default_factory=dict)  # what a step leaves for a later one
+    kept: dict[str, Any] = field(default_factory=dict)  # left by a step for a later one
     leaves_work_behind: bool = False  # a save is in flight: the process group must outlive the last step
 
     @property
@@ -21,7 +21,7 @@ class Context:
         return self.roots[self.node]
 
     def writer(self, **options: Any) -> ReplicatedWriter:
-        """The same object for the same options, as a training loop has it."""
+        """The writer with these options. Like a training loop, every call returns the same object."""
         key = f"writer {sorted(options.items())}"
         if key not in self.kept:
             self.kept[key] = ReplicatedWriter(self.root, **options)

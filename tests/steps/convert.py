@@ -14,7 +14,7 @@ from tests.steps.states import StateDict, build, digests
 
 
 def export(context: Context, checkpoint_id: str, to: str) -> Digests:
-    """Exports to a torch file, and says what is in it."""
+    """Exports to a torch file. Returns the digests of its contents."""
     export_checkpoint(checkpoint_id, to, format="torch", root=context.root, trust_pickles=True)
     state = torch.load(to, weights_only=False)
     return {f"{kind}/{name}": value for kind, values in state.items() for name, value in digests(values).items()}
@@ -26,7 +26,7 @@ def bring_in(context: Context, path: str, checkpoint_id: str) -> None:
 
 
 def read_alone(context: Context, checkpoint_id: str, rank: int) -> Digests | None:
-    """One rank reads all that there is, as the metadata names it; the others do nothing meanwhile."""
+    """One rank reads everything that the metadata names. The others do nothing meanwhile."""
     if context.rank != rank:
         return None
     state: StateDict = {}
@@ -38,7 +38,9 @@ def read_alone(context: Context, checkpoint_id: str, rank: int) -> Digests | Non
 
 
 def broadcast(context: Context, path: str, kind: str, checkpoint_id: str) -> Digests:
-    """Rank 0 reads tensors from a torch file by torch's own reader; all ranks save what they were given."""
+    """Rank 0 reads tensors from a torch file with torch's own reader, and broadcasts them. All ranks save what they
+    received.
+    """
     state = build(kind, OTHER_SEED, context.rank, context.world_size)
     values = state.state_dict()
     dcp.load(

@@ -1,4 +1,4 @@
-"""Steps: saves and loads with fresh writers, readers and managers again and again, some of which fail."""
+"""Steps: many saves and loads with new writers, readers and managers, some of which fail."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ SAVES_PAUSE_S = 0.3
 
 
 def cycle(context: Context, count: int, measure_after: list[int]) -> list[dict[str, dict[str, int]]]:
-    """`count` times: a save, a load and a manager's save and load, each with new objects; footprints after some."""
+    """Runs `count` times a save, a load, and a manager's save and load, each with new objects. Returns some footprints."""
     footprints = []
     for index in range(count):
         _save_and_load(context, index)
@@ -79,9 +79,10 @@ def _footprints(context: Context) -> dict[str, dict[str, int]]:
 
 
 def save_until(context: Context, told: str) -> dict[str, list[Any]]:
-    """A save after the other until the file `told` is there; the steps that were saved, and why others failed, and when.
+    """Saves again and again until the file `told` exists. Returns the saved steps, and the errors and times of failed
+    ones.
 
-    What was saved is restored afterwards, step by step.
+    Afterwards it restores each saved step.
     """
     saved: list[int] = []
     failed: list[str] = []
@@ -103,7 +104,7 @@ def save_until(context: Context, told: str) -> dict[str, list[Any]]:
 
 
 def _is_told(told: str) -> bool:
-    """The same on all ranks."""
+    """Whether the file exists. The result is the same on all ranks."""
     flag = torch.tensor(int(Path(told).exists()))
     dist.broadcast(flag, 0)
     return bool(flag)

@@ -1,4 +1,6 @@
-"""Steps: one rank meets an error, or is killed, in some hook of a save or a load; what each rank learns, and when."""
+"""Steps: one rank gets an error, or is killed, in a hook of a save or load. They return each rank's error, and after
+how long.
+"""
 
 import errno
 import os
@@ -70,7 +72,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
 
 
 class Unsendable(Exception):
-    """Can be pickled, and not be made again from what was."""
+    """An error that can be pickled but not unpickled."""
 
     def __init__(self, what: str, where: str) -> None:
         super().__init__(f"{what} in {where}")
@@ -105,7 +107,7 @@ def failing(place: str, error: str, *, here: bool) -> Iterator[None]:
 
 
 def _run(context: Context, place: str, process_group: Any) -> None:
-    """The save or the load that `place` is a part of."""
+    """The save or load that contains `place`."""
     if place.startswith("save"):
         state, writer = {f"r{context.rank}": torch.ones(1000)}, ReplicatedWriter(context.root, overwrite=True)
         dcp.save(state, checkpoint_id="broken", storage_writer=writer, process_group=process_group)
@@ -114,7 +116,7 @@ def _run(context: Context, place: str, process_group: Any) -> None:
 
 
 def save_kept(context: Context, process_group: Any = None) -> None:
-    """What the loads of these steps load."""
+    """Saves the checkpoint that these steps load."""
     state = {f"r{context.rank}": torch.full((1000,), float(context.rank + 1))}
     writer = ReplicatedWriter(context.root)
     dcp.save(state, checkpoint_id="kept", storage_writer=writer, process_group=process_group)
@@ -129,12 +131,12 @@ def load(context: Context, checkpoint_id: str, process_group: Any = None) -> lis
 
 
 def breaks(context: Context, place: str, error: str, rank: int, process_group: Any = None) -> dict[str, Any]:
-    """`rank` meets `error` at `place`: what this rank catches, of which types, and how soon."""
+    """`rank` gets `error` at `place`. Returns the error that this rank catches, its types, and after how long."""
     stopwatch = Stopwatch()
     try:
         with failing(place, error, here=context.rank == rank):
             _run(context, place, process_group)
-    except BaseException as exc:  # noqa: BLE001 - what is raised here is what is asked
+    except BaseException as exc:  # noqa: BLE001 - the step returns the error
         told = {at: type(found).__name__ for at, (found, _) in exc.failures.items()} if hasattr(exc, "failures") else {}
         return {
             "seconds": stopwatch.stop(),
@@ -146,7 +148,7 @@ def breaks(context: Context, place: str, error: str, rank: int, process_group: A
 
 
 def breaks_in_group(context: Context, place: str, error: str, members: list[int], rank: int) -> dict[str, Any] | None:
-    """As `breaks`, in a group of some of the ranks; the others wait, and one of them serves the c10d store."""
+    """Like `breaks`, in a group of some ranks. The others wait, and one of them serves the c10d store."""
     group, store = dist.new_group(members, backend="gloo"), dist.distributed_c10d._get_default_store()
     if context.rank not in members:
         store.wait(["caught"], GROUP_WAIT)
@@ -157,7 +159,9 @@ def breaks_in_group(context: Context, place: str, error: str, members: list[int]
 
 
 def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
-    """One case after the other, in one world; what is staged after each; and after each that world still loads."""
+    """Runs one case after the other in one world. Returns what is staged after each. The world must still load after
+    each.
+    """
     found = []
     for place, error, rank in cases:
         outcome = breaks(context, place, error, rank)
@@ -168,12 +172,12 @@ def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[
 
 
 def timed(timed_call: Call[Any]) -> Call[dict[str, Any]]:
-    """The same call; it returns a `value`, and how many `seconds` it took."""
+    """The same call, which returns its result as `value`, and its duration as `seconds`."""
     return call(run_timed, timed_call=timed_call.as_json())
 
 
 def run_timed(context: Context, timed_call: dict[str, Any]) -> dict[str, Any]:
-    """Another step, and how long it took."""
+    """Runs another step, and measures its time."""
     step = step_of(timed_call)
     stopwatch = Stopwatch()
     value = step(context, **timed_call["arguments"])
@@ -181,14 +185,14 @@ def run_timed(context: Context, timed_call: dict[str, Any]) -> dict[str, Any]:
 
 
 def signal_agent(context: Context, node: int, number: int) -> None:
-    """Sends a signal to the agent of a node; all ranks go on when it has been sent."""
+    """Sends a signal to a node's agent. All ranks continue once it has been sent."""
     if context.rank == 0:
         os.kill(Node(context.roots[node], context.roots[node]).agent_pid() or 0, number)
     dist.barrier()
 
 
 def save_with_lock_held(context: Context, ranks: list[int]) -> dict[str, Any]:
-    """Saves while an agent of the node was stopped at its start: it holds the root's lock and never serves."""
+    """Saves while an agent of the node is stopped in its start: it holds the root's lock, but never serves."""
     starting = stopped_at_its_start(context.root / ".agent") if context.rank == 0 else None
     dist.barrier()
     try:
@@ -201,7 +205,7 @@ def save_with_lock_held(context: Context, ranks: list[int]) -> dict[str, Any]:
 
 
 def stopped_at_its_start(directory: Path) -> int:
-    """A process that has the root's lock and was stopped before it could answer."""
+    """A process that holds the root's lock, and was stopped before it could answer."""
     pid = os.fork()
     if pid == 0:
         root_lock(directory)

@@ -1,4 +1,4 @@
-"""Steps: run an example as its author would, on this rank of a world that was started for it."""
+"""Steps: run an example as a user would, on this rank of a running world."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from tests.steps.state import failure
 
 
 class _Ear(io.StringIO):
-    """What a script prints; at a line that begins with `text` this process is sent SIGTERM, as if by a batch system."""
+    """A script's output. A line that begins with `text` sends SIGTERM to this process, as a batch system would."""
 
     def __init__(self, text: str | None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Ear(io.StringIO):
 
 
 def run(context: Context, script: str, arguments: Sequence[str], leave_at: str | None = None) -> list[str]:
-    """Runs examples/`script` with this node's store and the arguments; returns what it printed."""
+    """Runs examples/`script` with this node's store and the arguments. Returns its output."""
     store = _store_as_of_torchrun(context)
     argv = sys.argv
     sys.argv = [script, "--root", str(context.root), *arguments]
@@ -53,7 +53,7 @@ def run(context: Context, script: str, arguments: Sequence[str], leave_at: str |
 
 
 def fails(context: Context, script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs an example that must fail, and returns how."""
+    """Runs an example that must fail. Returns its error."""
     try:
         run(context, script, arguments)
     except (CheckpointException, ReplicatedCkptError) as exc:
@@ -62,7 +62,7 @@ def fails(context: Context, script: str, arguments: Sequence[str]) -> dict[str, 
 
 
 def fails_in_stock(context: Context, script: str, arguments: Sequence[str]) -> str:
-    """Runs a program for stock DCP that must fail in a load, and returns what it said."""
+    """Runs a program for stock DCP that must fail in a load. Returns its error."""
     try:
         run(context, script, arguments)
     except CheckpointException as exc:
@@ -80,7 +80,7 @@ def _destroy_settled() -> None:
 
 
 def _store_as_of_torchrun(context: Context) -> "dist.TCPStore | None":
-    """Ends the harness's process group: the script makes its own, over a store that serves already, as torchrun's does."""
+    """Ends the harness's process group, so that the script can create its own over a running store, as under torchrun."""
     if not dist.is_initialized():
         return None
     port: list[Any] = [None]
@@ -96,7 +96,7 @@ def _store_as_of_torchrun(context: Context) -> "dist.TCPStore | None":
 
 
 def _wait_for_the_others(context: Context, store: "dist.TCPStore") -> None:
-    """Rank 0, which serves the store, stays until no script uses it any more."""
+    """Rank 0 serves the store, and stays until no script uses it any more."""
     store.add("ended", 1)
     while context.rank == 0 and store.add("ended", 0) < context.world_size:
         time.sleep(0.01)

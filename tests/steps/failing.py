@@ -1,4 +1,4 @@
-"""Steps: a rank raises in some phase of a save, and what everybody learns of it."""
+"""Steps: a rank raises in a phase of a save. They return each rank's error."""
 
 import dataclasses
 from typing import Any, NoReturn
@@ -47,7 +47,7 @@ class FailingPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         self._resolved += 1
-        if self._resolved == 3:  # some bytes are on their way already
+        if self._resolved == 3:  # some bytes were sent before
             self._fail_in("write")
         return super().resolve_data(write_item)
 
@@ -55,7 +55,7 @@ class FailingPlanner(DefaultSavePlanner):
 def save_breaks(
     context: Context, /, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int], **writer: Any
 ) -> dict[str, Any]:
-    """A save of other values in which `ranks` raise; returns what this rank learned, and how soon."""
+    """A save of other values in which `ranks` raise. Returns this rank's error, and after how long."""
     states = build_all(context, kinds, 777)
     planner = FailingPlanner(phase, fails_here=context.rank in ranks)
     stopwatch = Stopwatch()

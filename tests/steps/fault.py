@@ -1,4 +1,4 @@
-"""Steps: what is left of a save that was killed, and whether it goes on from there."""
+"""Steps: what remains of a killed save, and whether training continues from it."""
 
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ _POLL_S = 0.05
 
 
 def seed_of(context: Context, kinds: list[str], checkpoint_id: str, seeds: list[int]) -> Any:
-    """Loads; returns from which of the `seeds` every value is, bit for bit, "no seed" if from none, or the error."""
+    """Loads. Returns the one of `seeds` from which every value comes bit for bit, or "no seed", or the error."""
     states = build_all(context, kinds, OTHER_SEED)
     try:
         dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader())
@@ -32,7 +32,9 @@ def seed_of(context: Context, kinds: list[str], checkpoint_id: str, seeds: list[
 
 
 def save_next(context: Context, /, kinds: list[str], attempted: str, otherwise: str, **writer: Any) -> str:
-    """As a trainer goes on: saves under the id of the killed save if that could not be loaded, else under `otherwise`."""
+    """Continues like a trainer: saves under the id of the killed save if that could not be loaded, else under
+    `otherwise`.
+    """
     checkpoint_id = attempted if context.kept[attempted] is None else otherwise
     states = build_all(context, kinds, NEXT_SEED)
     dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
@@ -41,12 +43,14 @@ def save_next(context: Context, /, kinds: list[str], attempted: str, otherwise: 
 
 
 def seed_of_next(context: Context, kinds: list[str], seeds: list[int]) -> Any:
-    """What `save_next` saved, as it loads."""
+    """Like `seed_of`, for the checkpoint of `save_next`."""
     return seed_of(context, kinds, context.kept["next"], seeds)
 
 
 def litter(context: Context, within_s: float) -> list[str]:
-    """What lies in this node's `.staging`, `.trash` and `.incoming`, and parts anywhere; waits for it to become nothing."""
+    """The contents of this node's `.staging`, `.trash` and `.incoming`, and all partial files. Waits until there are
+    none.
+    """
     deadline = time.monotonic() + within_s
     while (left := _litter_of(context.root)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -60,7 +64,7 @@ def _litter_of(root: Path) -> list[str]:
 
 
 def save_uneven(context: Context, checkpoint_id: str, counts: list[int]) -> dict[str, Any]:
-    """Each rank saves so many pieces of one MiB; how many copies were made, or how it failed."""
+    """Each rank saves its number of pieces of one MiB. Returns the number of copies made, or the error."""
     writer = context.writer()
     state = pieces(context.rank, counts[context.rank], 1)
     try:

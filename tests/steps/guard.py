@@ -1,4 +1,4 @@
-"""Steps: a job that fails after its restore, again and again; and rejected steps."""
+"""Steps: a job that always fails after its restore; and rejected steps."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def save(context: Context, steps: list[int], copies: int = 2) -> None:
 
 
 def restore(context: Context, max_tries: int | None = None, then_save: int | None = None) -> int | None:
-    """The step that was restored, as its values show, too."""
+    """The restored step, which the restored values confirm."""
     found = _state(0)
     with CheckpointManager(context.root, preempt_on=()) as manager:
         step = manager.restore(found, max_tries=max_tries)
@@ -34,7 +34,7 @@ def restore(context: Context, max_tries: int | None = None, then_save: int | Non
 
 
 def crash_after_restore(context: Context, told: str, max_tries: int | None = None) -> None:
-    """As a job whose first step after the restore fails: nothing is saved, and no rank ends in good order."""
+    """Like a job whose first step after the restore fails: nothing is saved, and no rank ends in good order."""
     step = restore(context, max_tries=max_tries)
     with Path(f"{told}-{context.rank}").open("a") as file:
         file.write(f"{step} ")
@@ -42,7 +42,7 @@ def crash_after_restore(context: Context, told: str, max_tries: int | None = Non
 
 
 def reject(context: Context, number: int, by_name: int) -> dict[str, Any]:
-    """Who was not reached, what "latest" is then, and that the step `by_name` can still be loaded."""
+    """Rejects a step. Returns the unreached nodes and the new "latest". The step `by_name` must still load."""
     with CheckpointManager(context.root, preempt_on=()) as manager:
         not_reached = list(manager.reject(number))
         found = {"not_reached": not_reached, "latest": manager.latest_step(), "all": list(manager.all_steps())}

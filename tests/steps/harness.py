@@ -1,4 +1,4 @@
-"""Steps that go wrong, to see that the harness notices."""
+"""Steps that fail, for tests of the harness."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def where(context: Context) -> dict[str, int]:
 
 
 def process(context: Context) -> dict[str, Any]:
-    """What this process has of its own, and what of others."""
+    """The properties of this process that are its own, and those that it shares."""
     descriptors = {str(path.resolve(strict=False)) for path in Path("/proc/self/fd").iterdir()}
     return {
         "session": World(context.rank, context.world_size, None).session,

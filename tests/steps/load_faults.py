@@ -1,4 +1,6 @@
-"""Steps: a process ends in the middle of a load; what each rank that is left learns, when, and what it can load then."""
+"""Steps: a process ends in the middle of a load. They return each remaining rank's error, after how long, and what it
+can load then.
+"""
 
 import os
 import signal
@@ -26,9 +28,9 @@ _AT_ITEM = 3
 def load_while_killed(
     context: Context, checkpoint_id: str, count: int, ranks: int, victim: str, by_rank: int, left: int
 ) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved; `by_rank` kills itself ("rank") or the agent of node "agent N".
+    """Loads the pieces of all ranks that saved. `by_rank` kills itself ("rank"), or the agent of a node ("agent N").
 
-    Each of the `left` ranks waits until all of them have heard how it ended: no rank may learn it from another one's end.
+    Each of the `left` ranks waits until all of them have a result: no rank may be informed by the end of another one.
     """
     kind, _, node = victim.partition(" ")
     pid = agent_of(context.roots[int(node)]) if kind == "agent" else os.getpid()
@@ -48,7 +50,9 @@ def load_while_killed(
 
 
 def is_as_documented(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """After a load that failed: bytes of the checkpoint up to some place, zeros for a window at most, then as before."""
+    """Whether a failed load left what the docs promise: the checkpoint's bytes up to some place, then zeros for at most
+    a window, then the old bytes.
+    """
     return bool(((found == wanted) | (found == 0) | (found == -1)).all())
 
 
@@ -61,6 +65,6 @@ def await_others(folder: Path, rank: int, count: int) -> None:
 
 
 def load_twice(context: Context, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As `load_while_killed`, and then the same load by the same ranks, undisturbed."""
+    """Like `load_while_killed`, followed by the same load without a fault."""
     names = ("checkpoint_id", "count", "ranks")
     return [load_while_killed(context, **arguments), load_pieces(context, **{name: arguments[name] for name in names})]

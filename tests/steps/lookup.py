@@ -1,4 +1,4 @@
-"""Steps: ask whether a checkpoint is there, and save under ids that differ by rank."""
+"""Steps: look checkpoints up, and save under ids that differ by rank."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.steps.state import failure
 
 
 def ask(context: Context, /, names: list[str], **reader: Any) -> dict[str, Any]:
-    """What `latest` and `exists` answer, and what a look at the own disk would."""
+    """The results of `latest` and `exists`, and of a look at this node's disk."""
     on_own_disk = [(context.root / name).exists() for name in names]
     asked = ReplicatedReader(context.root, **reader)
     return {
@@ -24,12 +24,12 @@ def ask(context: Context, /, names: list[str], **reader: Any) -> dict[str, Any]:
 
 
 def ask_alone(context: Context, rank: int) -> str | None:
-    """One rank asks, the others don't."""
+    """One rank calls `latest`. The others do not."""
     return context.reader(no_dist=True).latest() if context.rank == rank else None
 
 
 def ask_in_vain(context: Context, /, **reader: Any) -> dict[str, str]:
-    """What `latest` raises."""
+    """The error of `latest`."""
     try:
         found = ReplicatedReader(context.root, **reader).latest()
     except ReplicatedCkptError as exc:
@@ -38,7 +38,7 @@ def ask_in_vain(context: Context, /, **reader: Any) -> dict[str, str]:
 
 
 def ask_by_own_name(context: Context) -> str:
-    """Every rank asks for another id."""
+    """Every rank looks up another id."""
     try:
         context.reader().exists(f"step-{context.rank}")
     except ReplicatedCkptError as exc:
@@ -47,7 +47,7 @@ def ask_by_own_name(context: Context) -> str:
 
 
 def save_under_the_coordinators_id(context: Context, ids: list[str | None]) -> str:
-    """Rank r passes the r-th id; returns what its writer says that was saved."""
+    """Rank r passes the r-th id. Returns the id that its writer has saved to."""
     writer = context.writer(checkpoint_id_from="coordinator")
     dcp.save({"a": torch.arange(8)}, checkpoint_id=ids[context.rank], storage_writer=writer)
     report = writer.last_save
@@ -61,14 +61,14 @@ def save_names(context: Context, names: list[str]) -> None:
 
 
 def load_own_names(context: Context, /, names: list[list[str]], **reader: Any) -> None:
-    """Rank r asks for the r-th names."""
+    """Rank r loads the r-th names."""
     wanted = {name: torch.zeros(4) for name in names[context.rank]}
     dcp.load(wanted, checkpoint_id="step-1", storage_reader=context.reader(**reader))
     assert all(torch.equal(tensor, torch.ones(4)) for tensor in wanted.values())
 
 
 def load_coordinated_by(context: Context, rank: int) -> float:
-    """The deprecated call, with another coordinator than rank 0."""
+    """The deprecated call, with a coordinator other than rank 0."""
     wanted = {"a": torch.zeros(4)}
     reader = context.reader()
     reader.reset("step-1")
@@ -77,7 +77,7 @@ def load_coordinated_by(context: Context, rank: int) -> float:
 
 
 def save_coordinated_by(context: Context, rank: int) -> dict[str, Any]:
-    """The deprecated call, with another coordinator than rank 0: what this rank caught."""
+    """The deprecated call, with a coordinator other than rank 0. Returns this rank's error."""
     try:
         dcp.save_state_dict({"a": torch.ones(4)}, context.writer(), coordinator_rank=rank)
     except CheckpointException as exc:
@@ -86,7 +86,9 @@ def save_coordinated_by(context: Context, rank: int) -> dict[str, Any]:
 
 
 def load_under_ids(context: Context, ids: list[str | None], set_before: str | None = None) -> dict[str, Any]:
-    """Rank r passes the r-th id to `dcp.load`, none where it is None: what this rank caught, and what it holds then."""
+    """Rank r passes the r-th id to `dcp.load`, or none if it is None. Returns this rank's error, and its values
+    afterwards.
+    """
     wanted = {"a": torch.zeros(4)}
     reader = context.reader()
     if set_before is not None:
@@ -99,7 +101,7 @@ def load_under_ids(context: Context, ids: list[str | None], set_before: str | No
 
 
 def catch_missing(context: Context) -> dict[str, Any]:
-    """A program written for stock storage loads what is not there, and then one rank reads metadata by itself."""
+    """A program for stock storage loads a missing checkpoint. Then one rank alone reads metadata."""
     try:
         dcp.load({"a": torch.zeros(4)}, checkpoint_id="step-9", storage_reader=context.reader())
     except CheckpointException as exc:

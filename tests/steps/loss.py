@@ -1,4 +1,4 @@
-"""Steps: a node vanishes, and comes back, while the ranks live on."""
+"""Steps: a node is lost and returns while the ranks live on."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ def kill_agent_of(root: Path) -> None:
 
 
 def lose(context: Context, nodes: Sequence[int]) -> None:
-    """These nodes' agents die and their stores are empty; what was in them is put aside."""
+    """Kills the agents of these nodes, and moves the contents of their stores away."""
     if context.node in nodes:
         kill_agent_of(context.root)
         context.root.rename(context.root.with_suffix(".aside"))
@@ -27,7 +27,7 @@ def lose(context: Context, nodes: Sequence[int]) -> None:
 
 
 def bring_back(context: Context, nodes: Sequence[int]) -> None:
-    """These nodes' stores hold again what they held before they were lost."""
+    """Restores the stores of these nodes to their contents before the loss."""
     if context.node in nodes:
         kill_agent_of(context.root)
         shutil.rmtree(context.root)
@@ -36,7 +36,7 @@ def bring_back(context: Context, nodes: Sequence[int]) -> None:
 
 
 def staging_left(context: Context, within_s: float = 15.0) -> list[str]:
-    """What lies under this node's `.staging`; waits for it to become nothing, but not longer than `within_s`."""
+    """The contents of this node's `.staging`. Waits up to `within_s` until there are none."""
     folder = context.root / ".staging"
     deadline = time.monotonic() + within_s
     while (left := sorted(path.name for path in folder.rglob("*"))) and time.monotonic() < deadline:

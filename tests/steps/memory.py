@@ -1,4 +1,4 @@
-"""Steps: a CheckpointManager with a memory tier, whose roots stand behind those of the disks among the context's roots."""
+"""Steps: a CheckpointManager with a memory tier. The context's roots are all disks, followed by all memory tiers."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ UNSAVED = -1
 
 
 def _root(context: Context) -> Path:
-    """Of this rank's node in memory: the roots are those of all disks, then those of all memory tiers."""
+    """The memory root of this rank's node."""
     return context.roots[len(context.roots) // 2 + context.node]
 
 
@@ -35,7 +35,7 @@ def _manager(context: Context, /, disk_every: int, **options: Any) -> Checkpoint
 
 
 def _state(context: Context, step: float, numbers: int = 1000) -> dict[str, Any]:
-    """Of which each rank has a part of its own, and all have one in common."""
+    """A state of which each rank has its own part, and all ranks have a common one."""
     return {f"own {context.rank}": torch.full((numbers,), float(step)), "all": torch.full((7,), float(step))}
 
 
@@ -47,9 +47,9 @@ def train(
     die_after: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Restores, and saves these steps, each once the one before is in the buddy's memory.
+    """Restores, then saves these steps. Each save begins once the previous one is in the buddy's memory.
 
-    `die_after`: once this step is there, the rank is killed.
+    `die_after`: the rank is killed once this step is in the buddy's memory.
     """
     with _manager(context, disk_every, **options) as manager:
         restored = manager.restore(_state(context, UNSAVED))
@@ -66,7 +66,9 @@ def train(
 
 
 def train_whatever(context: Context, steps: list[int], disk_every: int) -> list[str]:
-    """Saves these steps, each once the one before is over; after which of them `wait` raised that it had failed."""
+    """Saves these steps, each after the end of the previous one. Returns after which of them `wait` raised that it had
+    failed.
+    """
     failed = []
     with _manager(context, disk_every) as manager:
         for step in steps:
@@ -80,7 +82,7 @@ def train_whatever(context: Context, steps: list[int], disk_every: int) -> list[
 
 
 def _await_others(context: Context, step: int) -> None:
-    """Returns once every rank is here; by files, as the process group ends with the first rank that is killed."""
+    """Waits until every rank is here. It uses files, because the process group ends with the first killed rank."""
     place, launch = _root(context).parent, os.environ["MASTER_PORT"]
     (place / f"ready{launch}-{step}-{context.rank}").touch()
     deadline = time.monotonic() + MEET_S
@@ -94,7 +96,9 @@ def _seen(manager: CheckpointManager) -> dict[str, Any]:
 
 
 def restore(context: Context, disk_every: int, wanted: int | None = None) -> dict[str, Any]:
-    """What a job that begins finds, and where its bytes come from: the values of the state, and the report of the load."""
+    """Restores like a new job. Returns the values of the state, and the report of the load, which shows where the bytes
+    came from.
+    """
     state = _state(context, UNSAVED)
     with _manager(context, disk_every) as manager:
         seen = _seen(manager)
@@ -106,13 +110,13 @@ def restore(context: Context, disk_every: int, wanted: int | None = None) -> dic
 
 
 def delete(context: Context, disk_every: int, wanted: int) -> list[Any]:
-    """Removes a step twice; what is left."""
+    """Deletes a step twice. Returns the remaining steps."""
     with _manager(context, disk_every) as manager:
         return [manager.delete(wanted), manager.delete(wanted), *manager.all_steps()]
 
 
 def refuse(context: Context, disk_every: int, number: int, numbers: int) -> list[str]:
-    """A save that is too large for the tier, as this rank hears of it; and what there is afterwards."""
+    """A save that is too large for the tier. Returns this rank's error, and the checkpoints afterwards."""
     with _manager(context, disk_every, ack="peer") as manager:
         said = []
         try:
@@ -123,7 +127,7 @@ def refuse(context: Context, disk_every: int, number: int, numbers: int) -> list
 
 
 def train_on(context: Context, disk_every: int, node: int, delay_s: float) -> None:
-    """Saves a step after the other without a pause; notes each that is acknowledged. One node dies after a while."""
+    """Saves steps without a pause, and records each acknowledged one. One node dies after a while."""
     noted = _root(context).parent / f"acknowledged{context.rank}"
     with _manager(context, disk_every, ack="peer") as manager:
         step = manager.restore(_state(context, UNSAVED)) or 0
@@ -136,7 +140,7 @@ def train_on(context: Context, disk_every: int, node: int, delay_s: float) -> No
 
 
 def train_until_killed(context: Context, disk_every: int, delay_s: float) -> None:
-    """As a job that is started again: restores what was acknowledged, or a newer step; saves until all are killed."""
+    """Like a restarted job: restores the acknowledged step or a newer one, then saves until all are killed."""
     noted = _root(context).parent / f"acknowledged{context.rank}"
     before = [int(path.read_text()) for path in noted.parent.glob("acknowledged?")]
     state = _state(context, UNSAVED)
@@ -155,14 +159,14 @@ def train_until_killed(context: Context, disk_every: int, delay_s: float) -> Non
 
 
 def _die(context: Context) -> None:
-    """With the agents of this node, as where a node loses power."""
+    """Dies with the agents of this node, as at a power loss."""
     for root in (context.root, _root(context)):
         os.kill(agent_of(root), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_many(context: Context, count: int, size_bytes: int, measure_after: list[int], is_tiered: bool) -> list[Any]:
-    """Asynchronous saves, one behind the other; what this rank and its node's agents have after some of them."""
+    """Asynchronous saves in a row. Returns the footprint of this rank and of its node's agents after some of them."""
     roots = [context.root, _root(context)] if is_tiered else [context.root]
     tier = roots[1] if is_tiered else None
     found = []

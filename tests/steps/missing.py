@@ -1,4 +1,6 @@
-"""Steps: a rank of many ends, or leaves, in the middle of a save or load; what the others learn, and what works then."""
+"""Steps: one of many ranks ends, or leaves, in the middle of a save or load. They return the others' errors, and what
+works afterwards.
+"""
 
 import logging
 import os
@@ -38,9 +40,9 @@ _SAY_AFTER_S = 5.0
 def breaks_among_many(
     context: Context, place: str, error: str, rank: int, *, members: list[int], are_seen: bool = True
 ) -> dict[str, Any] | None:
-    """As `errors.breaks`, among the ranks `members`; each of them stays until all that are left have heard.
+    """Like `errors.breaks`, among the ranks `members`. Each stays until all remaining ones have their error.
 
-    `are_seen`: ranks find the processes of their host. Else each is as if alone on a host of its own.
+    `are_seen`: ranks see the processes of their host. Otherwise each is as if alone on a host.
     """
     with mock.patch.object(presence, "_BOOT_ID", presence._BOOT_ID if are_seen else Path("/nowhere")):
         group = dist.new_group(members, backend="gloo")
@@ -56,9 +58,9 @@ def breaks_among_many(
 
 
 def waits_for_late(context: Context, verb: str, late: int) -> list[str]:
-    """A save or load that rank `late` calls once another rank has named it in its log; what this rank has logged.
+    """A save or load that rank `late` calls once another rank's log has named it. Returns this rank's log.
 
-    `verb` "manager": a manager is made, whose ranks borrow a process group.
+    `verb` "manager": creates a manager, whose ranks acquire a process group.
     """
     logged: list[str] = []
     come = context.roots[0].parent / f"{verb}-{late}"
@@ -89,7 +91,7 @@ def waits_for_late(context: Context, verb: str, late: int) -> list[str]:
 
 
 def _staged_once_settled(context: Context) -> list[str]:
-    """What is staged on any node once agents have had the time to remove what no rank holds."""
+    """Staged files on all nodes, after agents have had time to remove saves that no rank holds."""
     deadline = time.monotonic() + _SETTLED_WITHIN_S
     while (left := _staged(context)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -101,7 +103,7 @@ def _staged(context: Context) -> list[str]:
 
 
 class InterruptedPlanner(DefaultSavePlanner):
-    """Rank 0 is sent SIGINT while it waits for rank `slow`, which plans until rank 0 has raised that."""
+    """Sends SIGINT to rank 0 while it waits for rank `slow`, which plans until rank 0 has raised the interrupt."""
 
     def __init__(self, context: Context, slow: int, told: Path) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ class InterruptedPlanner(DefaultSavePlanner):
         return super().create_local_plan()
 
     def _interrupt(self) -> None:
-        """Again and again: what comes before this rank waits is no more than an error of its planning."""
+        """Interrupts repeatedly: an interrupt before this rank waits is only an error of its planning."""
         while True:
             time.sleep(_INTERRUPT_EVERY_S)
             if self._told.exists():
@@ -133,7 +135,9 @@ def _interruptible() -> Iterator[None]:
 
 
 def interrupted_while_it_waits(context: Context, slow: int) -> list[dict[str, Any]]:
-    """What each rank learns; what it learns of the next save in the same group; and that one in a new group holds."""
+    """Returns each rank's error, its error in the next save of the same group, and whether a save in a new group
+    succeeds.
+    """
     told, found, group = context.roots[0].parent / "told", [], dist.new_group(backend="gloo")
     save_kept(context)
     for checkpoint_id, planner in (("interrupted", InterruptedPlanner(context, slow, told)), ("again", None)):
@@ -141,7 +145,7 @@ def interrupted_while_it_waits(context: Context, slow: int) -> list[dict[str, An
         try:
             with _interruptible():
                 _save(context, checkpoint_id, group, planner)
-        except BaseException as exc:  # noqa: BLE001 - what is raised here is what is asked
+        except BaseException as exc:  # noqa: BLE001 - the step returns the error
             found.append({**failure(exc), "seconds": stopwatch.stop()})
         told.touch()
     _save(context, "saved", None)
@@ -155,7 +159,9 @@ def _save(context: Context, checkpoint_id: str, group: Any, planner: DefaultSave
 
 
 def stops_among_many(context: Context, stopped: int) -> dict[str, Any]:
-    """Rank `stopped` stops itself while the others wait for it: what each of them learns, and which process it is."""
+    """Rank `stopped` stops itself while the others wait for it. Returns each rank's error, and the id of the stopped
+    process.
+    """
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_GROUP_S))
     watched, told = watch_group(group), context.roots[0].parent / "stopped"
     watched.all_gather_object(None)
@@ -174,7 +180,9 @@ def stops_among_many(context: Context, stopped: int) -> dict[str, Any]:
 
 
 def take_turns_with_torch(context: Context) -> list[dict[str, Any]]:
-    """Each collective with one rank that calls torch's own, in turn, and the others ours: what this rank is given."""
+    """Runs each collective while one rank calls torch's own and the others call ours, in turn. Returns this rank's
+    results.
+    """
     ours, size, value = watch_group(dist.group.WORLD), context.world_size, "x" * 10 ** (context.rank + 1)
     is_first, given = context.rank == 0, [f"{rank}" * 3**rank for rank in range(size)]
     found = []

@@ -1,4 +1,4 @@
-"""Steps: a link goes down in the middle of a save or load, and comes back."""
+"""Steps: a link fails in the middle of a save or load, and recovers."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.stopwatch import Stopwatch
 
 
 def change(context: Context, network: str, how: str, nodes: list[int]) -> None:
-    """One of the verbs of `Network`, while every rank waits."""
+    """Calls one of the methods of `Network` while every rank waits."""
     if context.rank == 0:
         getattr(Network(network), how)(*nodes)
     dist.barrier()
@@ -37,7 +37,7 @@ def save_while_cut_off(
     point: str,
     **writer: Any,
 ) -> dict[str, Any]:
-    """Saves pieces; rank 0 changes the network at the failpoint "name@times". Says how it went on this rank."""
+    """Saves pieces. Rank 0 changes the network at the failpoint "name@times". Returns this rank's outcome."""
     name, _, times = point.partition("@")
     action = nth(int(times or 1) if context.rank == 0 else 0, lambda: getattr(Network(network), how)(*nodes))
     storage_writer = context.writer(**writer)
@@ -51,7 +51,7 @@ def save_while_cut_off(
 
 
 def nth(times: int, action: Callable[[], None]) -> Callable[[], None]:
-    """Does the action at the call of that number; never for 0."""
+    """A function that calls the action at its n-th call, or never for 0."""
     left = times
 
     def counted() -> None:
@@ -64,7 +64,7 @@ def nth(times: int, action: Callable[[], None]) -> Callable[[], None]:
 
 
 class ActingPlanner(DefaultLoadPlanner):
-    """Does the action when this rank has the item of that number; never for 0."""
+    """Calls the action when this rank has received the item of that number, or never for 0."""
 
     def __init__(self, item: int, action: Callable[[], None]) -> None:
         super().__init__()
@@ -78,9 +78,10 @@ class ActingPlanner(DefaultLoadPlanner):
 def load_while_cut_off(
     context: Context, checkpoint_id: str, count: int, ranks: int, network: str, node: int, by_rank: int
 ) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved; `by_rank` cuts off a node's store in the middle. Compares every bit.
+    """Loads the pieces of all ranks that saved, and compares every bit. `by_rank` cuts a node's store off in the
+    middle.
 
-    `given_up`: what was said of each source that is not used any more, and when.
+    `given_up`: the log line and time of each source that is no longer used.
     """
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -94,7 +95,7 @@ def load_while_cut_off(
 
 
 class Said(logging.Handler):
-    """What is logged, and when, in seconds."""
+    """Log lines with their times in seconds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps: saves that go to an object store, waiting for them, and loads that fall back to it."""
+"""Steps: saves to an object store, waits for the uploads, and loads from the bucket."""
 
 import json
 import time
@@ -27,7 +27,7 @@ Where = Mapping[str, Any]  # object_store and storage_options
 
 
 def save(context: Context, /, checkpoint_id: str, count: int, where: Where, seed: int = 1, **writer: Any) -> float:
-    """Saves pieces of one MiB, so many of each rank; returns after how many seconds `dcp.save` did."""
+    """Saves pieces of one MiB, `count` of each rank. Returns the seconds until `dcp.save` returned."""
     state = pieces(context.rank, count, seed)
     storage_writer = context.writer(**where, **writer)
     stopwatch = Stopwatch()
@@ -36,12 +36,12 @@ def save(context: Context, /, checkpoint_id: str, count: int, where: Where, seed
 
 
 def wait(context: Context, /, where: Where, timeout_s: float = 60.0, **writer: Any) -> list[str]:
-    """`wait` of the writer that saved: the ids that are in the bucket now."""
+    """Calls `wait` of the writer that saved. Returns the ids that are in the bucket now."""
     return list(context.writer(**where, **writer).wait(timeout_s))
 
 
 def wait_fails(context: Context, /, where: Where, timeout_s: float, **writer: Any) -> dict[str, Any]:
-    """`wait` must fail: how, and after how many seconds."""
+    """Calls `wait`, which must fail. Returns the error, and after how many seconds."""
     stopwatch = Stopwatch()
     try:
         context.writer(**where, **writer).wait(timeout_s)
@@ -51,7 +51,7 @@ def wait_fails(context: Context, /, where: Where, timeout_s: float, **writer: An
 
 
 def pause(context: Context, folder: str) -> None:
-    """Says that the steps before are done, by the file `reached`, and waits for the file `go`."""
+    """Creates the file `reached`, and waits for the file `go`."""
     del context
     (Path(folder) / "reached").touch()
     while not (Path(folder) / "go").exists():
@@ -61,7 +61,9 @@ def pause(context: Context, folder: str) -> None:
 def load(
     context: Context, /, checkpoint_id: str, count: int, ranks: int, seed: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved, into other values, and compares every bit; `rootless` as options say."""
+    """Loads the pieces of all ranks that saved into other values, and compares every bit. The options may say
+    `rootless`.
+    """
     reader = reader_of(context, **options)
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, seed).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -71,7 +73,7 @@ def load(
 
 
 def load_fails(context: Context, /, checkpoint_id: str, count: int, ranks: int, **options: Any) -> dict[str, Any]:
-    """Loads, must fail, and returns how; no tensor may hold anything but what was saved or what it held before."""
+    """A load that must fail. Returns the error. Each tensor must hold its saved or its old values."""
     reader = reader_of(context, **options)
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -86,7 +88,7 @@ def load_fails(context: Context, /, checkpoint_id: str, count: int, ranks: int, 
 def load_fails_midway(
     context: Context, /, checkpoint_id: str, count: int, ranks: int, folder: str, wait_s: float, **options: Any
 ) -> dict[str, Any]:
-    """As `load_fails`; rank 0 pauses with its first item, and no read waits longer than that for the bucket."""
+    """Like `load_fails`, but rank 0 pauses at its first item. No read waits for the bucket longer than `wait_s`."""
     planner = ActingPlanner(int(context.rank == 0), partial(pause, context, folder))
     found = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 2).items()}
     stopwatch = Stopwatch()
@@ -99,7 +101,7 @@ def load_fails_midway(
 
 
 def load_kinds(context: Context, /, kinds: list[str], checkpoint_id: str, **options: Any) -> dict[str, Any]:
-    """Loads states of these kinds into other values; returns the digests of what they hold then, and the report."""
+    """Loads states of these kinds into other values. Returns the digests of the loaded values, and the report."""
     states = build_all(context, kinds, OTHER_SEED)
     reader = reader_of(context, **options)
     dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=reader)
@@ -107,7 +109,7 @@ def load_kinds(context: Context, /, kinds: list[str], checkpoint_id: str, **opti
 
 
 def reader_of(context: Context, where: Where | None = None, *, rootless: bool = False) -> ReplicatedReader:
-    """A reader with a bucket, or without; `rootless`: without a store of this node."""
+    """A reader with a bucket, or without one. `rootless`: without a store on this node."""
     if not rootless:
         return context.reader(**(where or {}))
     group = dist.group.WORLD if dist.is_initialized() else None
@@ -115,7 +117,7 @@ def reader_of(context: Context, where: Where | None = None, *, rootless: bool = 
 
 
 def kill_agent_in_upload(context: Context, after_s: float) -> bool:
-    """This node's agent ends by SIGKILL after an upload has gone on for so long; whether it was not over by then."""
+    """Kills this node's agent `after_s` into an upload. Returns whether the upload was unfinished."""
     time.sleep(after_s)
     kill_agent_of(context.root)
     return bool(json.loads((context.root / ".agent" / "uploads.json").read_text())["begun"])

@@ -1,4 +1,6 @@
-"""Steps whose state lies on a device that all ranks share: saved in each way, spoiled once it may be, and loaded there."""
+"""Steps whose state lies on a device that all ranks share. It is saved in each way, overwritten once allowed, and
+loaded.
+"""
 
 import os
 import signal
@@ -22,7 +24,9 @@ _TIMEOUT_S = 60.0
 
 
 def build(context: Context, seed: int, device: str) -> dict[str, Any]:
-    """Shards of this rank's own, and what all ranks have alike: views of one storage, several types, some on the host."""
+    """A state with shards of this rank, and with values that all ranks have: views of one storage, several dtypes, some
+    on the host.
+    """
     own = torch.Generator().manual_seed(seed * 100 + context.rank + 1)
     alike = torch.Generator().manual_seed(seed)
     mesh = init_device_mesh(device, (context.world_size,))
@@ -43,7 +47,7 @@ def build(context: Context, seed: int, device: str) -> dict[str, Any]:
 
 
 def save(context: Context, ways: list[str], device: str) -> list[Digests]:
-    """Saves once in each way, as step-0 and on, while the device is busy. Returns what this rank had at each call."""
+    """Saves once in each way, as step-0 and so on, while the device is busy. Returns the digests at each call."""
     saved = []
     for seed, way in enumerate(ways):
         state = build(context, seed, device)
@@ -75,14 +79,14 @@ def save_and_die(context: Context, device: str) -> None:
 
 
 def load(context: Context, seed: int, device: str) -> Digests:
-    """Loads step-SEED into other values on the device; returns what this rank has then."""
+    """Loads step-SEED into other values on the device. Returns the digests of the loaded values."""
     state = build(context, seed + 50, device)
     dcp.load(state, checkpoint_id=f"step-{seed}", storage_reader=context.reader())
     return _local_digests(state)
 
 
 def wanted(context: Context, seed: int, device: str) -> Digests:
-    """What `load` of that step has to return."""
+    """The digests that `load` of that step must return."""
     return _local_digests(build(context, seed, device))
 
 

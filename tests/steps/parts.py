@@ -1,4 +1,4 @@
-"""Steps: a state with large parts is saved, and a part of it is loaded."""
+"""Steps: a state with large parts is saved, and one part is loaded."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _SEED = 7
 
 
 def _values(context: Context, save: int) -> dict[str, Any]:
-    """Each rank's own tensors, of other values in each save; twice as many bytes of the optimizer."""
+    """Each rank's own tensors, with different values in each save. The optimizer has twice as many bytes as the model."""
     random = torch.Generator().manual_seed(_SEED + 100 * save + context.rank)
     weight, moment = torch.rand(WORDS, generator=random), torch.rand(2 * WORDS, generator=random)
     return {
@@ -40,9 +40,9 @@ def save(context: Context, /, name: str, number: int, *, is_async: bool = False,
 
 
 def load(context: Context, /, name: str, number: int, parts: tuple[str, ...], *, is_stock: bool = False) -> Any:
-    """Loads some parts of the state of all ranks; what differs from what was saved, or the error.
+    """Loads some parts of the states of all ranks. Returns the differences from the saved values, or the error.
 
-    `is_stock`: by stock torch, out of this node's directory.
+    `is_stock`: stock torch loads from this node's directory.
     """
     wanted = {part: _values(context, number)[part] for part in parts}
     found = {part: _values(context, number + 1)[part] for part in parts}

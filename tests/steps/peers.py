@@ -1,4 +1,4 @@
-"""Steps: a peer's agent fails while copies are sent to it; and saves that return before the copies are made."""
+"""Steps: a peer's agent fails while it receives copies; and saves that return before their copies exist."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def pieces(rank: int, count: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 class SignallingPlanner(DefaultSavePlanner):
-    """Sends a signal to an agent when half of the items of rank 0 are resolved."""
+    """Sends a signal to an agent when half of rank 0's items are resolved."""
 
     def __init__(self, context: Context, victim: int, number: int, count: int) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class SignallingPlanner(DefaultSavePlanner):
 def save_while_an_agent_fails(
     context: Context, /, checkpoint_id: str, victim: int, how: str, count: int, **writer: Any
 ) -> dict[str, Any]:
-    """Saves pieces; the agent of node `victim` gets SIGKILL or SIGSTOP in the middle. Says how it went on this rank.
+    """Saves pieces. The agent of node `victim` gets SIGKILL or SIGSTOP in the middle. Returns this rank's outcome.
 
-    Once it is over, if it is acknowledged before.
+    If the save is acknowledged earlier, the signal follows its end.
     """
     planner = SignallingPlanner(context, victim, getattr(signal, how), count)
     stopwatch = Stopwatch()
@@ -68,7 +68,7 @@ def save_while_an_agent_fails(
 
 
 def let_go_on(context: Context, victim: int) -> None:
-    """Lets a stopped agent go on."""
+    """Continues a stopped agent."""
     if context.rank == 0:
         os.kill(agent_of(context.roots[victim]), signal.SIGCONT)
 
@@ -78,7 +78,7 @@ def save_pieces(context: Context, /, checkpoint_id: str, count: int, **writer: A
 
 
 def save_pieces_told_to_stop(context: Context, checkpoint_id: str, count: int) -> dict[str, Any]:
-    """Saves pieces; every node's agent is told to stop once its rank has presented the node, and rank 0 plans slowly."""
+    """Saves pieces. Every node's agent is told to stop once its rank has registered the node, and rank 0 plans slowly."""
 
     def stop(_: str) -> None:
         os.kill(agent_of(context.root), signal.SIGTERM)
@@ -93,7 +93,7 @@ def save_pieces_told_to_stop(context: Context, checkpoint_id: str, count: int) -
 
 
 def load_pieces(context: Context, checkpoint_id: str, count: int, ranks: int) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved, into other values, and compares every bit."""
+    """Loads the pieces of all ranks that saved into other values, and compares every bit."""
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     reader = context.reader()
@@ -105,7 +105,7 @@ def load_pieces(context: Context, checkpoint_id: str, count: int, ranks: int) ->
 
 
 def copies_made(context: Context, checkpoint_id: str, names: list[str], copies: int, within_s: float) -> int:
-    """Waits until each shard lies in so many stores; returns the least number found."""
+    """Waits until each shard lies in `copies` stores. Returns the smallest number found."""
     deadline = time.monotonic() + within_s
     while True:
         least = min(sum((root / checkpoint_id / name).exists() for root in context.roots) for name in names)

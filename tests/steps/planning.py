@@ -1,4 +1,4 @@
-"""Steps: saves with one planner that keeps plans from one to the next, between changes, loads and failures."""
+"""Steps: saves with one planner that caches plans, with changes, loads and failures in between."""
 
 import hashlib
 import http.client
@@ -27,7 +27,7 @@ from tests.steps.state import build_all, digests_of, failure, load
 
 
 class BreakingPlanner(CachedSavePlanner):
-    """Raises while the shard is written, if it is told to."""
+    """Raises while the shard is written, if told to."""
 
     breaks = False
 
@@ -38,10 +38,10 @@ class BreakingPlanner(CachedSavePlanner):
 
 
 def save_again_and_again(context: Context, saves: list[list[str]], breaks_at: int, forgets_at: int) -> dict[str, Any]:
-    """Saves the kinds of each of `saves` as step-<n>, loading in between; rank 1 breaks the save `breaks_at`.
+    """Saves the kinds of each of `saves` as step-<n>, with loads in between. Rank 1 fails in the save `breaks_at`.
 
-    Before `forgets_at` rank 0 gets a planner that knows nothing, and that save is repeated. Returns the digests of all
-    that was saved, by id, and what was raised.
+    Before `forgets_at`, rank 0 gets a new planner without a cache, and that save is repeated. Returns the digests of
+    everything saved, by id, and the errors.
     """
     own = BreakingPlanner()
     planner: SavePlanner = own
@@ -67,9 +67,9 @@ def save_again_and_again(context: Context, saves: list[list[str]], breaks_at: in
 
 
 def count_exchanged(context: Context, times: int, items: int) -> dict[str, Any]:
-    """Saves `items` tensors of each rank again and again; the collectives of each save, and what came after planning.
+    """Saves `items` tensors of each rank repeatedly. Returns the collectives of each save, and those after planning.
 
-    Of the metadata that `dcp.save` returns, and of what is to be expected, a digest.
+    Also digests of the metadata that `dcp.save` returns, and of the expected metadata.
     """
     state = {f"{context.rank}.{n}": torch.zeros(4) for n in range(items)}
     writer, planner = context.writer(), CachedSavePlanner()
@@ -89,7 +89,7 @@ def count_exchanged(context: Context, times: int, items: int) -> dict[str, Any]:
 
 
 class LookingPlanner(DefaultLoadPlanner):
-    """Looks at what all ranks ask for, as one may that has them read in turns."""
+    """A planner that reads all ranks' requests, like one that makes ranks read in turns."""
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         self.looked_at = [len(list(plan.items)) for plan in global_plan]
@@ -100,13 +100,15 @@ _LOAD_PLANNERS = {"stock": DefaultLoadPlanner, "ours": RankStatePlanner, "looks"
 
 
 def save_numbered(context: Context, checkpoint_id: str, items: int) -> None:
-    """Saves `items` tensors, each with its number in it, all by rank 0."""
+    """Rank 0 saves `items` tensors, each filled with its number."""
     state = {f"tensor.{number}": torch.full((4,), number) for number in range(items)}
     dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=context.writer())
 
 
 def count_loaded(context: Context, checkpoint_id: str, parts: list[list[int]], planners: list[str]) -> dict[str, Any]:
-    """Loads on each rank the numbered tensors of its part. Says what was sent until all had planned, and was warned of."""
+    """Loads on each rank the numbered tensors of its part. Returns the bytes sent until all had planned, and the
+    warnings.
+    """
     state = {f"tensor.{number}": torch.full((4,), -1) for number in range(*parts[context.rank])}
     planner = _LOAD_PLANNERS[planners[context.rank]]()
     calls: list[tuple[str, int]] = []
@@ -144,14 +146,16 @@ def _digest_of(metadata: Any) -> str:
 
 
 def _parts(metadata: Any) -> list[dict[Any, Any]]:
-    """Without strides, which `.metadata` leaves out where they say nothing."""
+    """The metadata without strides, which `.metadata` leaves out if they are redundant."""
     entries = metadata.state_dict_metadata.items()
     described = {name: (entry.size, entry.chunks, entry.properties.dtype) for name, entry in entries}
     return [described, metadata.storage_data, metadata.planner_data]
 
 
 def save_with_metadata_damaged(context: Context, kinds: list[str]) -> dict[str, list[int]]:
-    """Saves after the last `.metadata` of node 1 is damaged, and as it was; how often it was pulled and put then."""
+    """Saves after the last `.metadata` of node 1 was damaged, and after it was repaired. Returns how often it was
+    fetched and sent each time.
+    """
     writer, found = context.writer(), {}
     last = "step-0"
     dcp.save(dict(build_all(context, kinds, 0)), checkpoint_id=last, storage_writer=writer)
@@ -171,7 +175,7 @@ def save_with_metadata_damaged(context: Context, kinds: list[str]) -> dict[str, 
 
 
 def _await_rest(context: Context) -> None:
-    """Returns when this node's agent looks for nothing to mend, as it does after a save: it would mend what is damaged."""
+    """Waits until this node's agent is idle after a save: a busy one would repair the damage."""
     endpoint = read_endpoint(context.root / ".agent")
     assert endpoint is not None
     with AgentClient(endpoint.local_address()) as agent:

@@ -1,4 +1,4 @@
-"""Steps: save and restore what each rank has for itself."""
+"""Steps: save and restore each rank's own state."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def _loader() -> ReplayedLoader:
 
 
 def save_own(context: Context, batches: int) -> dict[str, Any]:
-    """Seeds and reads by rank, saves; what is drawn and read after that."""
+    """Seeds and reads by rank, and saves. Returns the random numbers and batches after the save."""
     torch.manual_seed(context.rank)
     loader = _loader()
     reading = iter(loader)
@@ -26,7 +26,7 @@ def save_own(context: Context, batches: int) -> dict[str, Any]:
 
 
 def restore_own(context: Context, /, **rule: Any) -> dict[str, Any]:
-    """The same after a restore; or the numbers of ranks in the error."""
+    """Returns the same after a restore, or the rank numbers in the error."""
     torch.manual_seed(99)
     loader, x = _loader(), torch.zeros(4)
     with CheckpointManager(context.root) as manager:

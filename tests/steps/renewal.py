@@ -10,7 +10,9 @@ from tests.steps.context import Context
 
 
 def renew(context: Context, secret: str, before: str, within_s: float) -> str:
-    """Does what kubelet does, and waits until the agent of every node shows another certificate; that of this node."""
+    """Renews the certificate as kubelet does, and waits until every node's agent serves another one. Returns this
+    node's.
+    """
     if context.rank == 0:
         Path(secret, "..new").rename(Path(secret, "..data"))
     deadline = time.monotonic() + within_s

@@ -1,4 +1,4 @@
-"""Steps: bits flip in replicas of a state that is saved, and the reports of the saves name them."""
+"""Steps: bits flip in replicas of a saved state, and the reports of the saves name them."""
 
 import random
 import warnings
@@ -25,7 +25,7 @@ _FLIPS_AT_ONCE = 6
 
 
 def local_part(value: Any) -> torch.Tensor | None:
-    """The elements of a value on this rank, in the memory that is saved; None: it has none."""
+    """The elements of a value on this rank, in the memory that is saved. None: it has none."""
     if isinstance(value, DTensor):
         value = value._local_tensor
     if isinstance(value, ShardedTensor):
@@ -41,7 +41,7 @@ def flip_bit(part: torch.Tensor, place: random.Random) -> None:
 
 
 def _save(context: Context, state: dict[str, Any], name: str, writer: ReplicatedWriter, *, is_async: bool) -> Any:
-    """Saves; of an asynchronous save the state changes once it is staged, and has its old values again at the end."""
+    """Saves. In an asynchronous save, the state changes once it is staged, and gets its old values back at the end."""
     planner = context.kept.setdefault("planner", CachedSavePlanner())
     if not is_async:
         dcp.save(state, checkpoint_id=name, storage_writer=writer, planner=planner)
@@ -58,9 +58,9 @@ def _save(context: Context, state: dict[str, Any], name: str, writer: Replicated
 
 
 def flip_and_save(context: Context, kind: str, seed: int, rounds: int, parts: int, *, is_async: bool) -> dict[str, Any]:
-    """In each round flips bits of a few tensors, one bit on one rank each, and saves until all are compared.
+    """In each round, flips one bit on one rank in each of a few tensors, and saves until all values are compared.
 
-    Returns this rank's flips by round, and on rank 0 what the saves named, by round.
+    Returns this rank's flips by round, and on rank 0 the findings by round.
     """
     values = build(kind, seed, context.rank, context.world_size)
     state: dict[str, Any] = {"app": values.state_dict()}
@@ -97,7 +97,7 @@ def flip_and_save(context: Context, kind: str, seed: int, rounds: int, parts: in
 
 
 def train_and_save(context: Context, kind: str, saves: int, parts: int) -> list[Any]:
-    """Trains and saves; returns what the saves found to differ, which is to be nothing."""
+    """Trains and saves. Returns the divergences found. There must be none."""
     values = build(kind, 0, context.rank, context.world_size)
     assert isinstance(values, Model)
     writer = context.writer(compare_replicas=parts, overwrite=True)
@@ -112,7 +112,7 @@ def train_and_save(context: Context, kind: str, saves: int, parts: int) -> list[
 
 
 def save_objects(context: Context) -> dict[str, Any]:
-    """Saves objects that are equal, though pickle gives other bytes for them, and two that are not."""
+    """Saves objects that are equal although pickle writes different bytes for them, and two different ones."""
     text = "".join(["a", "b", str(context.world_size)])  # made anew, so that the ranks' objects share other parts
     words = [f"word-{index}" for index in range(50)]
     equal = {
@@ -139,7 +139,7 @@ def save_objects(context: Context) -> dict[str, Any]:
 
 
 def save_diverged(context: Context, /, checkpoint_id: str, *, apart: bool = True, **writer: Any) -> dict[str, Any]:
-    """Saves a tensor that is another one on the last rank; returns the error, or the warnings of divergence."""
+    """Saves a tensor that differs on the last rank. Returns the error, or the warnings of divergence."""
     is_other = apart and context.rank == context.world_size - 1
     weight = torch.arange(64.0) + (1 if is_other else 0)
     with warnings.catch_warnings(record=True) as caught:
@@ -164,7 +164,8 @@ def save_repeatedly(
     is_own: bool = False,
     **writer: Any,
 ) -> dict[str, Any]:
-    """Saves one state again and again; by save, which copies this rank sent, and the report's seconds for sends.
+    """Saves one state again and again. Returns by save the copies that this rank sent, and the report's seconds for
+    sending.
 
     `is_own`: with a RankState, as most jobs have it.
     """
@@ -197,7 +198,9 @@ def save_repeatedly(
 
 
 def diverge_and_save(context: Context, /, *, is_async: bool = False, **writer: Any) -> list[Any]:
-    """Saves twice, changes a tensor on the last rank alone, and saves twice more; what rank 0 warned of, or the error."""
+    """Saves twice, changes a tensor on the last rank alone, and saves twice more. Returns rank 0's warnings, or the
+    error.
+    """
     state = {f"weight{number}": torch.full((1000,), float(number)) for number in range(8)}
     used = context.writer(**writer)
     told: list[Any] = []

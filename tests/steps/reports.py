@@ -1,4 +1,4 @@
-"""Steps: what the user's own functions, and the log, are told of saves and loads."""
+"""Steps: reports of saves and loads to the user's callbacks and to the log."""
 
 import logging
 import os
@@ -26,14 +26,14 @@ ELEMENTS = 1 << 18
 
 
 class FailingPlanner(dcp.DefaultLoadPlanner):
-    """Fails after the ranks have planned, before this one reads, with an error that pickle does not take."""
+    """Fails after the ranks have planned, before this rank reads, with an error that cannot be pickled."""
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         raise type("Local", (RuntimeError,), {})("the plan")
 
 
 class Lines(logging.Handler):
-    """Keeps what the package says at INFO of saves and loads."""
+    """Keeps the package's INFO lines about saves and loads."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -45,7 +45,7 @@ class Lines(logging.Handler):
 
 
 def save_async_telling(context: Context, ack: Ack) -> dict[str, Any]:
-    """An asynchronous save; what its report says on this rank, and the log."""
+    """An asynchronous save. Returns this rank's report, and the log."""
     handler, logger = Lines(), logging.getLogger("replicated_ckpt")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -61,7 +61,9 @@ def save_async_telling(context: Context, ack: Ack) -> dict[str, Any]:
 
 
 def save_and_load_telling(context: Context, checkpoint_id: str) -> dict[str, Any]:
-    """A save, one that fails, a load, and one that fails on rank 1; what was told, and if the checkpoint was there then."""
+    """A save, a failing save, a load, and a load that fails on rank 1. Returns the reports, and whether the checkpoint
+    existed at each.
+    """
     saved: list[dict[str, Any]] = []
     loaded: list[dict[str, Any]] = []
 
@@ -103,7 +105,7 @@ SLOWED_S = 1.5
 
 
 class SlowPlanner(dcp.DefaultLoadPlanner):
-    """Takes a while for the first tensor that it reads."""
+    """Waits before it reads the first tensor."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         time.sleep(SLOWED_S)
@@ -112,7 +114,7 @@ class SlowPlanner(dcp.DefaultLoadPlanner):
 
 
 def save_and_load_slowed(context: Context, slow: int, hows: list[str]) -> None:
-    """A save and a load for each of `hows`, which says in what the rank `slow`, or its agent, is slowed."""
+    """A save and a load for each of `hows`, the ways in which the rank `slow` or its agent is slowed."""
     writer, reader = ReplicatedWriter(context.root), ReplicatedReader(context.root)
     for number, how in enumerate(hows):
         name = f"step-{number}"
@@ -126,7 +128,7 @@ def save_and_load_slowed(context: Context, slow: int, hows: list[str]) -> None:
 
 
 def _slow_down(how: str, context: Context, stack: ExitStack) -> None:
-    """Until the stack is closed."""
+    """Slows this rank, or its agent, until the stack is closed."""
     if how == LATE:
         time.sleep(SLOWED_S)
     elif how == "agent":
@@ -139,7 +141,7 @@ PLACES = {"serialise": "rank.writing", "fsync": "store.shard-fsynced"}
 
 
 def _stop_agent(context: Context, _: str) -> None:
-    """Stops this node's agent for a moment, while it receives copies or publishes the save."""
+    """Stops this node's agent for a moment while it receives copies or publishes the save."""
     endpoint = read_endpoint(LocalStore(context.root).agent_directory())
     assert endpoint is not None
     os.kill(endpoint.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Steps: saves that are unlike a plain one: cached plans, subgroups, odd names, many in a row."""
+"""Steps: unusual saves: with cached plans, in subgroups, with odd names, many in a row."""
 
 import gc
 import http.client
@@ -42,7 +42,7 @@ def save_with_cached_plans(context: Context, kinds: list[str], checkpoint_ids: l
 
 
 def save_by_many_writers(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
-    """Each save by a writer of its own, and the next one begins as it may: in the background, but for the last."""
+    """Each save has its own writer, and begins as soon as it may. All saves but the last are in the background."""
     states = [build_all(context, kinds, seed) for seed in range(len(checkpoint_ids))]
     saved, futures = [digests_of(each) for each in states], []
     for state, name in zip(states[:-1], checkpoint_ids[:-1], strict=True):
@@ -55,7 +55,7 @@ def save_by_many_writers(context: Context, kinds: list[str], checkpoint_ids: lis
 
 
 def save_keeping(context: Context, kinds: list[str], checkpoint_ids: list[str], keep_last: int) -> list[Digests]:
-    """One writer with a policy of retention, several saves of changing values."""
+    """One writer with a retention policy, and several saves of changing values."""
     writer = ReplicatedWriter(context.root, retention=Retention(keep_last=keep_last))
     saved = []
     for seed, checkpoint_id in enumerate(checkpoint_ids):
@@ -66,7 +66,7 @@ def save_keeping(context: Context, kinds: list[str], checkpoint_ids: list[str], 
 
 
 def manage_steps(context: Context, steps: int) -> dict[str, Any]:
-    """Saves some steps with a manager; what it says of all that there are."""
+    """Saves some steps with a manager. Returns its lists of steps."""
     losses = [0.5, 0.25, 0.75]
     with CheckpointManager(context.root) as manager:
         for step in range(1, steps + 1):
@@ -85,7 +85,7 @@ def manage_steps(context: Context, steps: int) -> dict[str, Any]:
 
 
 def manage_unlike(context: Context, options: dict[str, Any]) -> list[str]:
-    """The last rank makes managers with one other argument each: what every rank is told."""
+    """The last rank creates managers with one different argument each. Returns each rank's error."""
     told = []
     for name, value in options.items():
         given: dict[str, Any] = {}
@@ -98,13 +98,14 @@ def manage_unlike(context: Context, options: dict[str, Any]) -> list[str]:
 
 
 def delete_steps(context: Context, steps: list[int]) -> list[Any]:
-    """Deletes steps with a manager: what it answered, and what is left."""
+    """Deletes steps with a manager. Returns its results, and the remaining steps."""
     with CheckpointManager(context.root) as manager:
         return [[manager.delete(step) for step in steps], list(manager.all_steps())]
 
 
 def count_threads_of_gloo(context: Context, closes_late: bool) -> dict[str, int]:
-    """Before process groups are destroyed, after that, and after managers were closed, while those are still in reach.
+    """Numbers of gloo threads: before process groups are destroyed, afterwards, and after managers were closed while
+    they are still referenced.
 
     Managers are closed before `destroy_process_group`, or after it.
     """
@@ -112,7 +113,7 @@ def count_threads_of_gloo(context: Context, closes_late: bool) -> dict[str, int]
     def name_of(thread: Path) -> str:
         try:
             return thread.read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        except (FileNotFoundError, ProcessLookupError):  # It has ended since it was listed.
             return ""
 
     def count() -> int:
@@ -145,7 +146,7 @@ def count_threads_of_gloo(context: Context, closes_late: bool) -> dict[str, int]
 
 
 def destroy_groups_behind_a_save(context: Context, ends_before: bool) -> str:
-    """What `close` of a manager raises whose program has destroyed all groups, after the save of step 2 or during it."""
+    """The error of a manager's `close` if the program has destroyed all groups, during the save of step 2 or after it."""
     reached, goes_on = threading.Event(), threading.Event()
 
     class Waiting(CachedSavePlanner):
@@ -177,7 +178,7 @@ def destroy_groups_behind_a_save(context: Context, ends_before: bool) -> str:
 
 
 def agree_where_one_breaks(context: Context) -> str:
-    """All ranks do something, and rank 1 fails with an error that is none of the package's: what each raises."""
+    """All ranks run a step in which rank 1 fails with an error that is not the package's. Returns each rank's error."""
     pooled = acquire_group()
     assert pooled is not None
 
@@ -195,17 +196,17 @@ def agree_where_one_breaks(context: Context) -> str:
 
 
 def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:
-    """Every rank passes another id, as if made from its own clock."""
+    """Every rank passes a different id, as if made from its own clock."""
     return save_fails(context, kinds, f"step-10-{context.rank}")
 
 
 def save_with_other_ack(context: Context, kinds: list[str], checkpoint_id: str, acks: list[str]) -> dict[str, Any]:
-    """Every rank passes an `ack` of its own."""
+    """Every rank passes its own `ack`."""
     return save_fails(context, kinds, checkpoint_id, ack=acks[context.rank])
 
 
 def save_under_path(context: Context, kinds: list[str], checkpoint_id: str) -> Digests:
-    """The id as the absolute path of the checkpoint under this node's root, as a `Path`."""
+    """The id is the absolute path of the checkpoint under this node's root, as a `Path`."""
     states = build_all(context, kinds, 0)
     dcp.save(dict(states), checkpoint_id=context.root / checkpoint_id, storage_writer=context.writer())
     return digests_of(states)
@@ -214,10 +215,10 @@ def save_under_path(context: Context, kinds: list[str], checkpoint_id: str) -> D
 def save_in_subgroup(
     context: Context, kinds: list[str], checkpoint_id: str, ranks: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Saves and loads within a group of some ranks; the others do nothing meanwhile."""
+    """Saves and loads within a group of some ranks. The others do nothing meanwhile."""
     group = dist.new_group(list(ranks))
     result = None
-    if isinstance(group, dist.ProcessGroup) and context.rank in ranks:  # to the others torch gives no group
+    if isinstance(group, dist.ProcessGroup) and context.rank in ranks:  # Torch returns no group to the others.
         states = build_all(context, kinds, 0)
         writer = ReplicatedWriter(context.root, process_group=group)
         dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer, process_group=group)
@@ -254,7 +255,7 @@ def load_with_stock_torch(context: Context, kinds: list[str], checkpoint_id: str
 
 
 def save_many(context: Context, count: int, measure_after: list[int]) -> list[dict[str, dict[str, int]]]:
-    """`count` saves in a row through one writer; the footprint of this rank and its agent after some of them."""
+    """`count` saves in a row with one writer. Returns the footprint of this rank and its agent after some of them."""
     footprints = []
     for index in range(count):
         state = {"weights": torch.full((50_000,), float(index)), "own": {f"rank{context.rank}": torch.tensor([index])}}
@@ -267,7 +268,7 @@ def save_many(context: Context, count: int, measure_after: list[int]) -> list[di
 
 
 def load_values(context: Context, checkpoint_ids: list[str]) -> list[float]:
-    """What `save_many` saved: the one value that fills each checkpoint's tensor."""
+    """The one value that fills the tensors of each checkpoint of `save_many`."""
     found = []
     for checkpoint_id in checkpoint_ids:
         state = {"weights": torch.zeros(50_000)}
@@ -278,7 +279,7 @@ def load_values(context: Context, checkpoint_ids: list[str]) -> list[float]:
 
 
 def resting_footprint(pid: int) -> dict[str, int]:
-    """The least of several looks: what an agent does in the background comes and goes, what leaks stays."""
+    """The smallest of several measurements: an agent's background work comes and goes, and leaks stay."""
     looks = []
     for _ in range(5):
         time.sleep(0.2)
@@ -301,7 +302,9 @@ def footprint(pid: int) -> dict[str, int]:
 def count_messages(
     context: Context, /, kinds: list[str], checkpoint_id: str, times: int, **writer_options: Any
 ) -> dict[str, int]:
-    """Saves again and again, `{}` in the id being the number; what this rank asked agents for in the last save."""
+    """Saves repeatedly, with the number in place of `{}` in the id. Returns this rank's requests to agents in the last
+    save.
+    """
     counted: Counter[str] = Counter()
     ask = http.client.HTTPConnection.putrequest
 

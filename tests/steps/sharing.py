@@ -1,4 +1,6 @@
-"""Steps: ranks of one node load the same bytes, and one stops, fails, or agrees to too much; what saves tell once."""
+"""Steps: ranks of one node load the same bytes. One stops, fails, or agrees to too much. Also what saves send only
+once.
+"""
 
 import os
 import subprocess
@@ -30,7 +32,7 @@ STOPPED_MAX_S = 60.0
 
 
 class TimedReader(ReplicatedReader):
-    """Takes the time of what a rank reads by itself, before DCP has all ranks wait for each other."""
+    """Measures how long a rank reads by itself, before DCP makes all ranks wait for each other."""
 
     seconds = elapsed_s = 0.0
     """Without the time in which this rank, or the machine, stood still; and with it."""
@@ -48,9 +50,9 @@ class TimedReader(ReplicatedReader):
 
 
 class TroubledPlanner(DefaultLoadPlanner):
-    """On one rank something happens: it raises before it reads or while it reads, stops, or drops half of its plan.
+    """Causes trouble on one rank: it raises before or while it reads, stops, or drops half of its plan.
 
-    One that stops goes on when the files `until` are there, or after STOPPED_MAX_S.
+    A stopped rank continues when the files `until` exist, or after STOPPED_MAX_S.
     """
 
     def __init__(self, trouble: str, until: Sequence[Path]) -> None:
@@ -93,9 +95,10 @@ def load_with_trouble(
     at: int,
     wait_s: float,
 ) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved; rank `at` has trouble. Says how it went here, and how long it read.
+    """Loads the pieces of all ranks that saved. Rank `at` has trouble. Returns this rank's outcome, and how long it
+    read.
 
-    A rank that stops goes on when the others have read all. Ranks that read wait for `wait_s` for each other.
+    A stopped rank continues when the others have read everything. Readers wait up to `wait_s` for each other.
     """
     exchanging.STALL_TIMEOUT_S = wait_s
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
@@ -117,9 +120,10 @@ def load_with_trouble(
 
 
 def save_as_in_a_large_job(context: Context, kinds: list[str], times: int, forgets_at: int) -> list[int]:
-    """Saves by fresh writers, with decisions that count as large; the bytes of each that this rank read.
+    """Saves with new writers, and with decisions that count as large. Returns the bytes of each decision that this rank
+    read.
 
-    Before the save `forgets_at` the last rank forgets what it has of earlier ones.
+    Before the save `forgets_at`, the last rank forgets its earlier decisions.
     """
     read: list[int] = []
 

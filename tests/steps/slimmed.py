@@ -1,4 +1,4 @@
-"""Steps: checkpoints of a model and an optimizer, and what loads of older ones give."""
+"""Steps: checkpoints of a model and an optimizer, and loads of older ones."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ _POLL_S = 0.1
 
 
 def build(context: Context, seed: int, size: int) -> dict[str, Any]:
-    """Each rank has tensors of its own: one of the model, two of the optimizer as large as that."""
+    """Each rank has its own tensors: one of the model, and two of the same size of the optimizer."""
     generator = torch.Generator().manual_seed(1000 * seed + context.rank)
     weight, first, second = (torch.rand(size, generator=generator) for _ in range(3))
     own = f"w{context.rank}"
@@ -31,7 +31,7 @@ def save_all(context: Context, /, steps: list[int], size: int, keep_last: int, f
 
 
 def await_full(context: Context, /, steps: list[int], within_s: float) -> list[int]:
-    """The steps that are full on this node, once they are these."""
+    """Waits until exactly these steps are full on this node. Returns the full steps."""
     store, deadline = LocalStore(context.root), time.monotonic() + within_s
     while True:
         found = sorted(manifest.sequence for _, manifest in store.catalog.committed() if not manifest.is_slim)
@@ -52,7 +52,7 @@ def load_weights(context: Context, /, steps: list[int], size: int) -> list[bool]
 
 
 def load_all(context: Context, /, of: int, size: int, only_on: int | None = None) -> Any:
-    """True if all of a step loads bit for bit; else how each rank's error says it. `only_on`: other ranks ask for less."""
+    """True if all of a step loads bit for bit, otherwise the errors of the ranks. `only_on`: other ranks load less."""
     wanted, found = build(context, of, size), build(context, 99, size)
     if only_on not in (None, context.rank):
         wanted.pop("optim"), found.pop("optim")
@@ -68,7 +68,7 @@ def load_all(context: Context, /, of: int, size: int, only_on: int | None = None
 
 
 def load_with_stock_torch(context: Context, /, folder: str, of: int, size: int) -> bool:
-    """Whether stock torch's own reader gets this rank's part of the model from a directory."""
+    """Whether stock torch's own reader loads this rank's part of the model from a directory."""
     wanted, found = build(context, of, size)["model"], build(context, 99, size)["model"]
     dcp.load({"model": found}, storage_reader=dcp.FileSystemReader(Path(folder)), no_dist=True)
     return all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -1,4 +1,4 @@
-"""Steps: save a state, load one, and say what came of it."""
+"""Steps: save a state, load one, and report the result."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +14,11 @@ from tests.steps.context import Context
 from tests.steps.states import State, build
 from tests.stopwatch import Stopwatch
 
-OTHER_SEED = 90_000  # what a state holds before it is loaded differs everywhere from what was saved
+OTHER_SEED = 90_000  # seed of the values before a load, which differ everywhere from the saved ones
 
 
 def build_all(context: Context, kinds: list[str], seed: int) -> dict[str, State]:
-    """`kinds` are kinds of state, each under its own name; "name:kind" puts a kind under another one's name."""
+    """States of these `kinds`, each under its own name. "name:kind" puts a kind under another name."""
     named = {name: kind or name for name, _, kind in (entry.partition(":") for entry in kinds)}
     return {name: build(kind, seed, context.rank, context.world_size) for name, kind in named.items()}
 
@@ -32,7 +32,7 @@ def report_of(report: object) -> dict[str, Any]:
 
 
 def save(context: Context, /, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> Digests:
-    """Builds the states and saves them in one checkpoint; returns their digests."""
+    """Builds the states and saves them in one checkpoint. Returns their digests."""
     states = build_all(context, kinds, seed)
     dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
     return digests_of(states)
@@ -43,7 +43,7 @@ def save_report(context: Context, /, **writer: Any) -> dict[str, Any]:
 
 
 def load(context: Context, /, kinds: list[str], checkpoint_id: str, **reader: Any) -> dict[str, Any]:
-    """Loads into other values of the same kinds; returns the digests of what they hold then, and the report."""
+    """Loads into other values of the same kinds. Returns the digests of the loaded values, and the report."""
     states = build_all(context, kinds, OTHER_SEED)
     before = digests_of(states)
     storage_reader = context.reader(**reader)
@@ -54,7 +54,7 @@ def load(context: Context, /, kinds: list[str], checkpoint_id: str, **reader: An
 
 
 def load_and_save(context: Context, kinds: list[str], checkpoint_id: str, as_id: str) -> Digests:
-    """Loads a checkpoint and saves what was loaded under another id."""
+    """Loads a checkpoint, and saves the loaded values under another id."""
     states = build_all(context, kinds, OTHER_SEED)
     dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader())
     dcp.save(dict(states), checkpoint_id=as_id, storage_writer=context.writer())
@@ -62,7 +62,7 @@ def load_and_save(context: Context, kinds: list[str], checkpoint_id: str, as_id:
 
 
 def load_partly(context: Context, kinds: list[str], checkpoint_id: str, *, is_allowed: bool) -> dict[str, Any]:
-    """Loads a checkpoint that has only some of `kinds`; returns what they hold then, or the error, and what they held."""
+    """Loads a checkpoint that has only some of `kinds`. Returns the values before and afterwards, or the error."""
     states = build_all(context, kinds, OTHER_SEED)
     before = digests_of(states)
     planner = DefaultLoadPlanner(allow_partial_load=is_allowed)
@@ -75,7 +75,7 @@ def load_partly(context: Context, kinds: list[str], checkpoint_id: str, *, is_al
 
 
 def load_integers(context: Context, sizes: dict[str, int], checkpoint_id: str, kind: str) -> dict[str, int]:
-    """Loads int64 vectors by their names within `kind`, on every rank; each is 0, 1, 2... times its result."""
+    """Loads int64 vectors by their names within `kind` on every rank. Each is 0, 1, 2... times its result."""
     wanted = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
     dcp.load({kind: wanted}, checkpoint_id=checkpoint_id, storage_reader=context.reader())
     for name, tensor in wanted.items():
@@ -84,7 +84,7 @@ def load_integers(context: Context, sizes: dict[str, int], checkpoint_id: str, k
 
 
 def load_fails(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
-    """Loads, must fail, and returns how: on which ranks, with which error, after how long."""
+    """A load that must fail. Returns the error, its ranks, and after how long."""
     stopwatch = Stopwatch()
     try:
         load(context, kinds, checkpoint_id)
@@ -96,7 +96,7 @@ def load_fails(context: Context, kinds: list[str], checkpoint_id: str) -> dict[s
 def save_fails(
     context: Context, /, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any
 ) -> dict[str, Any]:
-    """Saves, must fail, and returns how."""
+    """A save that must fail. Returns the error."""
     stopwatch = Stopwatch()
     try:
         save(context, kinds, checkpoint_id, seed, **writer)
@@ -106,7 +106,7 @@ def save_fails(
 
 
 def failure(exc: BaseException) -> dict[str, Any]:
-    """An error as a value: what this rank caught, and whose errors were in it."""
+    """An error as a value: the error that this rank caught, and the ranks whose errors it contains."""
     raised = {rank: error for rank, (error, _) in exc.failures.items()} if isinstance(exc, CheckpointException) else {}
     first = next(iter(raised.values()), exc)
     facts = {

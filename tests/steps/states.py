@@ -1,6 +1,6 @@
-"""What is saved: one builder for each kind of state that DCP takes, and a digest of every value in it.
+"""States to save: one builder for each kind of state that DCP takes, and a digest of every value.
 
-A digest is taken of whole values, so it is the same on every world; two states are equal bit for bit if theirs are.
+A digest covers whole values, so it does not depend on the world. Two states with equal digests are equal bit for bit.
 """
 
 import hashlib
@@ -30,9 +30,7 @@ class Schedule:
     rates: tuple[float, ...]
 
 
-torch.serialization.add_safe_globals(
-    [Schedule]
-)  # else a load refuses it, as it does with all classes that nobody allowed
+torch.serialization.add_safe_globals([Schedule])  # A load refuses all classes that were not allowed.
 
 
 def digest(value: Any) -> str:
@@ -45,7 +43,7 @@ def digest(value: Any) -> str:
 
 
 def digests(state: Any, prefix: str = "") -> Digests:
-    """Digest of every leaf, by its dotted name."""
+    """The digest of every leaf, by its dotted name."""
     if isinstance(state, Mapping):
         children = [(str(key), value) for key, value in state.items()]
     elif isinstance(state, list | tuple):
@@ -59,7 +57,7 @@ def digests(state: Any, prefix: str = "") -> Digests:
 
 
 class Model:
-    """A small model and its AdamW, wrapped for some parallelism, through DCP's own door (`Stateful`)."""
+    """A small model and its AdamW, wrapped for some parallelism, through DCP's `Stateful`."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], seed: int) -> None:
         torch.manual_seed(seed)
@@ -88,7 +86,7 @@ class Model:
 
 
 class Values:
-    """A state dict that DCP takes as it is."""
+    """A state dict that DCP takes unchanged."""
 
     def __init__(self, values: StateDict) -> None:
         self.values = values
@@ -114,7 +112,7 @@ def fsdp2(seed: int, rank: int, world_size: int) -> Model:
 
 
 def hsdp(seed: int, rank: int, world_size: int) -> Model:
-    """FSDP2 on a mesh of two dimensions: shards in rows, replicas of them in columns."""
+    """FSDP2 on a two-dimensional mesh: shards along rows, replicas along columns."""
 
     def wrap(layers: nn.Module) -> nn.Module:
         return cast("nn.Module", fully_shard(layers, mesh=grid_of(world_size)))
@@ -123,7 +121,7 @@ def hsdp(seed: int, rank: int, world_size: int) -> Model:
 
 
 def hsdp1(seed: int, rank: int, world_size: int) -> Model:
-    """The same by FSDP1."""
+    """The same with FSDP1."""
 
     def wrap(layers: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(
@@ -138,12 +136,12 @@ def hsdp1(seed: int, rank: int, world_size: int) -> Model:
 
 
 def tensor_parallel(seed: int, rank: int, world_size: int) -> Model:
-    """Rows, then columns, of two linear layers on different ranks."""
+    """Two linear layers, divided over ranks by rows, then by columns."""
     return Model(lambda _: halved(init_device_mesh("cpu", (world_size,))), seed)
 
 
 def two_dimensional(seed: int, rank: int, world_size: int) -> Model:
-    """Tensor parallel in one dimension of the mesh, FSDP2 in the other; both divide the same tensors."""
+    """Tensor parallelism in one dimension of the mesh, and FSDP2 in the other. Both divide the same tensors."""
 
     def wrap(_: nn.Module) -> nn.Module:
         grid = grid_of(world_size)
@@ -153,13 +151,13 @@ def two_dimensional(seed: int, rank: int, world_size: int) -> Model:
 
 
 def halved(mesh: DeviceMesh) -> nn.Module:
-    """Two layers in tensor parallel, which wants sizes that the mesh divides."""
+    """Two layers in tensor parallelism, which needs sizes that the mesh divides."""
     layers = nn.Sequential(nn.Linear(17, 32), nn.ReLU(), nn.Linear(32, 16))
     return parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def grid_of(world_size: int) -> DeviceMesh:
-    """A mesh of two rows, or of one where the world is odd or has two ranks."""
+    """A mesh of two rows, or of one row if the world has an odd number of ranks, or two."""
     rows = 2 if world_size % 2 == 0 and world_size > 2 else 1
     return init_device_mesh("cpu", (rows, world_size // rows), mesh_dim_names=("replicate", "shard"))
 
@@ -179,7 +177,7 @@ def unwrapped(seed: int, rank: int, world_size: int) -> Model:
 
 
 def plain(seed: int, rank: int, world_size: int) -> Values:
-    """Every dtype, shape and nesting that has ever mattered, and values that are not tensors."""
+    """Every dtype, shape and nesting that ever mattered, and values that are not tensors."""
     random = torch.Generator().manual_seed(seed)
     noise = torch.randn(31, 9, generator=random)
     tensors: StateDict = {
@@ -209,7 +207,7 @@ def plain(seed: int, rank: int, world_size: int) -> Values:
 
 
 def large(seed: int, rank: int, world_size: int) -> Values:
-    """Tensors larger than any block, buffer or chunk, and not a multiple of one."""
+    """Tensors larger than any block, buffer or chunk, and not a multiple of any."""
     random = torch.Generator().manual_seed(seed)
     return Values({f"tensor{index}": torch.randn(1_700_003, generator=random) for index in range(3)})
 
@@ -232,7 +230,7 @@ def meshes(seed: int, rank: int, world_size: int) -> Values:
 
 
 def own(seed: int, rank: int, world_size: int) -> Values:
-    """Something that only this rank has."""
+    """Values that only this rank has."""
     return Values({f"rank{rank}": torch.arange(1000) * (seed + rank + 1)})
 
 

@@ -1,4 +1,4 @@
-"""Steps: saves and loads at bad moments, and on clocks that are wrong."""
+"""Steps: saves and loads at bad moments, and with wrong clocks."""
 
 import shutil
 import threading
@@ -23,7 +23,7 @@ HOURS = 3600.0
 
 
 class WaitingPlanner(DefaultSavePlanner):
-    """Its data is there once it may go on."""
+    """Provides its data only once it may continue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class WaitingPlanner(DefaultSavePlanner):
 
 
 def load_while_saving(context: Context, kinds: list[str], old: str, new: str) -> dict[str, Any]:
-    """A save in the background, a load of another checkpoint meanwhile, then the end of the save."""
+    """Begins a save in the background, loads another checkpoint meanwhile, then ends the save."""
     states, loaded = build_all(context, kinds, 5), build_all(context, kinds, OTHER_SEED)
     saving = digests_of(states)
-    group = dist.new_group()  # DCP's collectives of two calls at once need a group each
+    group = dist.new_group()  # Two DCP calls at once need two groups.
     planner = WaitingPlanner()
     future = start(context, states, new, planner)
     reader = context.reader(process_group=group)
@@ -50,7 +50,7 @@ def load_while_saving(context: Context, kinds: list[str], old: str, new: str) ->
 
 
 class RemovingPlanner(DefaultLoadPlanner):
-    """Removes this node's copy of the checkpoint when the first item has been read."""
+    """Removes this node's copy of the checkpoint after the first item was read."""
 
     def __init__(self, context: Context, checkpoint_id: str) -> None:
         super().__init__()
@@ -62,7 +62,9 @@ class RemovingPlanner(DefaultLoadPlanner):
 
 
 def load_while_removed(context: Context, checkpoint_id: str, count: int, ranks: int) -> bool:
-    """Loads all pieces; on rank 0's node the checkpoint is removed after the first of them. Whether all bits are right."""
+    """Loads all pieces. On rank 0's node the checkpoint is removed after the first one. Returns whether all bits are
+    right.
+    """
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     planner = RemovingPlanner(context, checkpoint_id) if context.rank == 0 else DefaultLoadPlanner()
@@ -71,14 +73,14 @@ def load_while_removed(context: Context, checkpoint_id: str, count: int, ranks: 
 
 
 def save_with_wrong_clocks(context: Context, kinds: list[str], checkpoint_id: str, seed: int, shift_h: float) -> Any:
-    """A save on nodes whose clocks are hours apart; rank 0's is shifted by `shift_h`."""
+    """A save on nodes whose clocks are hours apart. Rank 0's clock is shifted by `shift_h`."""
     now = time.time()
     with mock.patch("time.time", return_value=now + (shift_h - 5 * context.rank) * HOURS):
         return save(context, kinds, checkpoint_id, seed)
 
 
 def save_many(context: Context, /, kinds: list[str], checkpoint_ids: list[str], seed: int, **writer: Any) -> list[Any]:
-    """Saves under each id; the errors by name where a save was refused or overtaken."""
+    """Saves under each id. Returns the names of the errors of refused or overtaken saves."""
     outcomes: list[Any] = []
     for checkpoint_id in checkpoint_ids:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Steps of the torture with real processes: one save, one load, and what came of it."""
+"""Steps of the torture with real processes: one save, one load, and the result."""
 
 import warnings
 from typing import Any
@@ -25,7 +25,8 @@ def save(
     object_store: str | None,
     hands_over: bool = False,
 ) -> dict[str, Any]:
-    """Saves what this attempt holds, every second time in the background; how many copies were made, or how it failed.
+    """Saves the state of this attempt, every second time in the background. Returns the number of copies made, or the
+    error.
 
     `hands_over`: always in the background.
     """
@@ -48,13 +49,13 @@ def save(
 
 
 def save_with_stock_torch(context: Context, checkpoint_id: str, attempt: int) -> None:
-    """What torch's own writer does where each node has a disk of its own."""
+    """Saves with torch's own writer, with a disk for each node."""
     state = part_of(contents(attempt, context.world_size), context.rank)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(context.root / checkpoint_id))
 
 
 def load(context: Context, checkpoint_id: str, *, object_store: str | None) -> dict[str, Any]:
-    """Loads which attempt it is, then all of it; says whether every bit is that attempt's, or how it failed."""
+    """Loads the attempt's number, then its state. Returns whether every bit belongs to that attempt, or the error."""
     reader = context.reader(object_store=object_store)
     which = {"attempt": torch.zeros(2, dtype=torch.int64)}
     try:

@@ -22,7 +22,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 def state_at(
     rank: int, step: int, *, is_replicated: bool = False, frozen: int = FROZEN, trained: int = TRAINED
 ) -> dict[str, torch.Tensor]:
-    """The state of a rank at a step; the encoder is another one from step 100 on."""
+    """The state of a rank at a step. The encoder changes once, at step 100."""
     owner = 0 if is_replicated else rank
     torch.manual_seed(owner + (1000 if step >= 100 else 0))
     encoder, head = torch.rand(frozen), torch.rand(trained)
@@ -39,7 +39,9 @@ def save_frozen(
     state: Mapping[str, Any] = NO_OPTIONS,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Saves the state at each step; of each save the bytes that this rank sent to agents, and its report's numbers."""
+    """Saves the state at each step. Returns for each save the bytes that this rank sent to agents, and its report's
+    numbers.
+    """
     writer, planner, sent = context.writer(**options), context.kept.setdefault("planner", CachedSavePlanner()), 0
     send = http.client.HTTPConnection.send
 
@@ -70,7 +72,7 @@ def save_frozen(
 def load_frozen(
     context: Context, /, steps: Sequence[int], ranks: int, *, state: Mapping[str, Any] = NO_OPTIONS
 ) -> dict[str, bool]:
-    """By step: whether the states of all ranks that saved are loaded bit for bit."""
+    """For each step, whether the states of all ranks that saved load bit for bit."""
     found = {}
     for step in steps:
         expected: dict[str, torch.Tensor] = {}
@@ -83,6 +85,6 @@ def load_frozen(
 
 
 def lose_checkpoints(context: Context, /, nodes: Sequence[int]) -> None:
-    """The disks of these nodes lose all checkpoints of the run."""
+    """Removes all checkpoints of the run from the disks of these nodes."""
     if context.node in nodes:
         shutil.rmtree(context.root / "run")

@@ -1,4 +1,4 @@
-"""Steps: save and restore a model of which the optimizer has no state for some parameters."""
+"""Steps: save and restore a model whose optimizer has no state for some parameters."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PARTS = ("used", "unused", "frozen")
 
 
 class Heads(nn.Module):
-    """Three heads, of which a step uses those that it names."""
+    """Three heads. A training step uses those that it names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 
 class Trained:
-    """A model of a kind and its AdamW with two groups; `frozen` has never had a gradient, nor has `unused`."""
+    """A model of a kind and its AdamW with two groups. Neither `frozen` nor `unused` ever had a gradient."""
 
     def __init__(self, kind: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -81,13 +81,13 @@ class Trained:
         )
 
     def digests(self) -> Digests:
-        """Of what there is: an empty state has none."""
+        """Digests of the existing state. An empty state has none."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
         return digests({"model": model, "optimizer": optimizer})
 
 
 def save_unused(context: Context, kind: str) -> Digests:
-    """Trains one head, and saves; the digests of all that there is then."""
+    """Trains one head, and saves. Returns the digests of everything that exists then."""
     trained = Trained(kind, seed=1)
     for _ in range(3):
         trained.train("used")
@@ -97,7 +97,7 @@ def save_unused(context: Context, kind: str) -> Digests:
 
 
 def restore_unused(context: Context, kind: str) -> dict[str, Digests]:
-    """Restores twice, with a save in between; the digests after both."""
+    """Restores twice, with a save in between. Returns the digests after both."""
     first, second = Trained(kind, seed=2), Trained(kind, seed=3)
     with CheckpointManager(context.root, copies=1) as manager:
         manager.restore({"app": first}, 1)
@@ -107,7 +107,7 @@ def restore_unused(context: Context, kind: str) -> dict[str, Digests]:
 
 
 def save_as_a_framework(context: Context, kind: str) -> Digests:
-    """As an integration does; the unused head has been used as well."""
+    """Saves as an integration does. The unused head has been used, too."""
     trained = Trained(kind, seed=1)
     trained.train("used", "unused")
     checkpoints = NamedCheckpoints(context.root, {"copies": 1})
@@ -117,7 +117,7 @@ def save_as_a_framework(context: Context, kind: str) -> Digests:
 
 
 def restore_as_a_framework(context: Context, kind: str) -> Digests:
-    """That head is frozen now."""
+    """Restores with that head frozen."""
     trained = Trained(kind, seed=2)
     frozen = [value for name, value in trained.model.named_parameters() if "heads.used" not in name]
     for parameter in frozen:
