@@ -31,7 +31,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
     wanted_entries,
 )
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files

@@ -29,7 +29,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
     wanted_entries,
 )
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_directory, is_there

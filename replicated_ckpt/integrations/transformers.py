@@ -28,7 +28,7 @@ from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.rank_state import entries_of, rank_and_world, values_in, wanted_entries
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedWriter, failpoints
 from replicated_ckpt.dcp.agreement.nodes import LoneNode
-from replicated_ckpt.dcp.runtime.failures import describe_failure
+from replicated_ckpt.dcp.runtime.user_code import describe_failure
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreFull
 from replicated_ckpt.testing.shards import table_of
 

@@ -30,7 +30,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/c10d/picklable_error.py": 1,  # an error's own code raises anything when it is pickled
     "replicated_ckpt/dcp/save/replicas.py": 1,  # a value that this rank does not write: it is not compared then
     "replicated_ckpt/dcp/save/save_attempt.py": 1,  # of a copy for another rank: it is not made then
-    "replicated_ckpt/dcp/runtime/failures.py": 1,  # the user's own function; its error is logged, and fails no save
+    "replicated_ckpt/dcp/runtime/user_code.py": 1,  # the user's own function; its error is logged, and fails no save
     "replicated_ckpt/dcp/staging/state_copy.py": 1,  # an object's own code raises anything when it is copied
     "replicated_ckpt/dcp/staging/stager.py": 1,  # the state is saved without a copy then, where DCP tells all ranks
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything

@@ -20,7 +20,7 @@ from replicated_ckpt.core.manifest import list_domains
 from replicated_ckpt.core.upkeep.marks import NO_MARKS, Marks
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.environment import HOST_ENV, PLAIN_ENV, check_encodable
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors

@@ -39,10 +39,9 @@ from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exch
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
 from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
-from replicated_ckpt.dcp.runtime.caller import Line, warn
-from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
+from replicated_ckpt.dcp.runtime.user_code import Line, call_back, warn
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket

@@ -24,9 +24,8 @@ from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.load_attempt import LoadAttempt, ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
-from replicated_ckpt.dcp.runtime.caller import find_line
-from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import find_call, leaves_plans
+from replicated_ckpt.dcp.runtime.user_code import as_checkpoint_exception, find_line
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket

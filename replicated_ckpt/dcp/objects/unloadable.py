@@ -12,7 +12,7 @@ from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
 from replicated_ckpt.dcp.objects.values import key_of
 from replicated_ckpt.dcp.objects.weights_only import load_object, pickle_in, unknown_names
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.dcp.rank_state.rank_state import capture_random, restore_random
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.user_code import warn
 
 _ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
 """Attributes of a loader of Lightning's Fabric: its count of iterations, its sampler's epoch; and the plain loader."""

@@ -54,10 +54,9 @@ from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_meta
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
-from replicated_ckpt.dcp.runtime.caller import Line, warn
-from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
+from replicated_ckpt.dcp.runtime.user_code import Line, call_back, warn
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard

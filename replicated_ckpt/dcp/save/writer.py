@@ -37,7 +37,7 @@ from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
-from replicated_ckpt.dcp.runtime.caller import find_line
+from replicated_ckpt.dcp.runtime.user_code import find_line
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck
 from replicated_ckpt.dcp.save.save_attempt import SaveAttempt, WriterParts

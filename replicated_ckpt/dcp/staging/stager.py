@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, find_async_call, flattening_holds_tensors
+from replicated_ckpt.dcp.runtime.user_code import describe_failure
 from replicated_ckpt.dcp.staging.segment import (
     StagingRefused,
     drop_idle_segments,

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
-from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
+from replicated_ckpt.dcp.runtime.user_code import as_checkpoint_exception
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ShardLost
 from replicated_ckpt.stores.local.versions.readers import is_read
 from tests.stopwatch import Stopwatch

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.world import watch_group
-from replicated_ckpt.dcp.runtime.failures import describe_failure
+from replicated_ckpt.dcp.runtime.user_code import describe_failure
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingRefused, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
