@@ -18,7 +18,7 @@ from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.runtime.user_code import describe_failure, is_interrupting
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
+from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.steps import (
     NEWEST_STEP,

@@ -33,7 +33,7 @@ from replicated_ckpt.dcp.memory.tiers import (
 )
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints, see_newest
 from replicated_ckpt.dcp.runtime.user_code import describe_failure
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
+from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S, check_timeout
 from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingRefused

@@ -11,7 +11,7 @@ import pytest
 
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.save import submission
-from replicated_ckpt.dcp.save.shard_layout import ShardLayout
+from replicated_ckpt.dcp.save.submission import ShardLayout
 from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.saves.shard_copies import WantedCopies

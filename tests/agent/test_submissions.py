@@ -20,8 +20,7 @@ from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.dcp.save.shard_layout import ShardLayout
-from replicated_ckpt.dcp.save.submission import Follower, Submission, submit
+from replicated_ckpt.dcp.save.submission import Follower, ShardLayout, Submission, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
 from replicated_ckpt.node.saves import finish

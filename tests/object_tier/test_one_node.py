@@ -20,7 +20,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.http.object_routes import FIRST_WAIT_S
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
-from replicated_ckpt.dcp.save import bucket as bucket_module
+from replicated_ckpt.dcp.save import agent_tasks
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -392,10 +392,8 @@ def test_a_save_waits_for_the_first_look_of_an_agent_that_was_started_again(
         waited.append(asked[4])
         return {"is_empty": True, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": ""}
 
-    monkeypatch.setattr(bucket_module, "ask_agent", ask)
-    tier = bucket_module.ObjectTier(
-        LocalStore(root), ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None), 1
-    )
+    monkeypatch.setattr(agent_tasks, "ask_agent", ask)
+    tier = agent_tasks.ObjectTier(LocalStore(root), ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None), 1)
     for _ in range(2):
         tier.probe("step-1", is_on_nodes=False, overwrite=False)
     assert min(waited) > FIRST_WAIT_S

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
-from replicated_ckpt.dcp.c10d import blackboard, presence
+from replicated_ckpt.dcp.c10d import blackboard, waiting
 from replicated_ckpt.dcp.c10d.world import watch_group
 from tests.steps import state
 from tests.steps.context import Context
@@ -44,7 +44,7 @@ def breaks_among_many(
 
     `are_seen`: ranks see the processes of their host. Otherwise each is as if alone on a host.
     """
-    with mock.patch.object(presence, "_BOOT_ID", presence._BOOT_ID if are_seen else Path("/nowhere")):
+    with mock.patch.object(waiting, "_BOOT_ID", waiting._BOOT_ID if are_seen else Path("/nowhere")):
         group = dist.new_group(members, backend="gloo")
         if context.rank not in members:
             await_others(context.roots[0].parent, context.rank, len(members))

@@ -211,7 +211,7 @@ class SavePost:
     `memory_bytes`: the size that a store in memory may reach; None for a store on a disk. `wants`: the arguments of the
     rank's writer that must be equal on all ranks, as text. `items`: the number of items in its plan, before DCP drops
     those that several ranks have. `plan_digest`: equal for equal items; "" on a rank that copies no other rank's shard.
-    `help_token`: see `own_copies`. `takes_copies`: other ranks may copy its shards.
+    `help_token`: see `HelpPlans.token`. `takes_copies`: other ranks may copy its shards.
     """
 
     checkpoint_id: str | None

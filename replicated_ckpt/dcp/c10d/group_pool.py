@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.config import WriterConfig
-from replicated_ckpt.dcp.c10d.presence import check_is_rank
+from replicated_ckpt.dcp.c10d.waiting import check_is_rank
 from replicated_ckpt.dcp.c10d.watched_group import is_broken
 from replicated_ckpt.dcp.c10d.world import await_ranks, watch_group
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError

@@ -1,17 +1,31 @@
-"""Waits on the blackboard: how often a rank looks, how long it waits, and the result if the store does not answer."""
+"""Waits for other ranks: how long, on a c10d store that may not answer, and whether their processes still exist.
+
+A killed rank cannot post that it failed, and the c10d store does not report a closed connection. The other ranks of its
+host find its end in /proc, and post it on the store for the ranks of other hosts. A process that is stopped or slow
+counts as alive.
+"""
 
 import contextlib
+import json
+import logging
+import os
+import socket
 import time
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.errors import RendezvousFailed
+from replicated_ckpt.dcp.runtime.torch_private import default_store
+from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed
+from replicated_ckpt.stores.files.locks import is_stopped, state_and_start
+from replicated_ckpt.wording import list_some
 
 LOOK_AFTER_S = 1.5
 """For so long a wait reads only what it waits for. From then on it also looks for failed ranks, one by one."""
@@ -126,3 +140,166 @@ class Wait:
     def pause(self) -> None:
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, self._pause_max_s)
+
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "replicated_ckpt/presence"
+_NAMED_MAX = 8
+_ITS_LOG = "Read the log of {}. Then start the job again, or the remaining ranks as a new world."
+_PROC = Path("/proc")
+_BOOT_ID = _PROC / "sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process of one rank of the job. `started` distinguishes it from a later process with its number."""
+
+    rank: int
+    pid: int
+    started: str
+
+    def lives(self) -> bool:
+        """Whether the process runs or is stopped. A killed process whose parent has not waited for it does not count.
+        True if unknown.
+        """
+        try:
+            state, started = state_and_start(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        except OSError:
+            return True  # /proc may be unreadable, as under hidepid: unknown is not dead
+        # Another start time: the number belongs to a new process. Z: killed, but not waited for, as a shell's child may be.
+        return started == self.started and state not in "ZX"
+
+    def is_stopped(self) -> bool:
+        """Whether /proc shows the process as stopped, by a signal or a debugger."""
+        return self.lives() and is_stopped(self.pid)
+
+
+class Presence:
+    """The processes of the job, as seen by one of them. On the store there is one key for each, and one for a death.
+
+    Safe for concurrent use: an asynchronous save and a load look at once.
+    """
+
+    def __init__(self, store: "dist.Store", rank: int) -> None:
+        self._store = AnsweringStore(_PREFIX, store)
+        self._rank = rank
+        self._host: str | None = None
+        self._mates: dict[int, Process] = {}
+        self._mates_read = 0
+        self._lost: dict[int, Process] = {}
+        self._lost_read = 0
+
+    def announce(self) -> None:
+        """Announces this process to the ranks of this host that see the same processes by the same numbers.
+
+        Without /proc no other rank sees it.
+        """
+        try:
+            # Process ids compare only within one boot and one pid namespace: containers of a host each have their own.
+            host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
+            this = Process(self._rank, os.getpid(), state_and_start(os.getpid())[1])
+        except OSError as exc:
+            log.warning("other ranks cannot see whether this one lives: %s", exc)
+            return
+        self._host = host
+        self._append(host, this)
+
+    def find_lost(self) -> Mapping[int, Process]:
+        """The processes of the job that have ended, by rank of the job, as far as a rank on their host has found out."""
+        self._lost_read = self._read("lost", self._lost_read, self._lost)
+        if self._host is not None:
+            self._mates_read = self._read(self._host, self._mates_read, self._mates)
+        for mate in list(self._mates.values()):  # another thread's call may add one
+            # Compared as a whole: a restarted rank is another process under the same rank.
+            if self._lost.get(mate.rank) != mate and not mate.lives():
+                self._append("lost", mate)
+                self._lost[mate.rank] = mate
+        return self._lost
+
+    def find_stopped(self) -> Mapping[int, int]:
+        """The processes of this host that are stopped now, by rank of the job, among those that the last look found."""
+        return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
+
+    def _append(self, name: str, process: Process) -> None:
+        # The number is drawn before the entry is there: a reader stops at such a gap, and comes back.
+        self._store.set(f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode())
+
+    def _read(self, name: str, done: int, found: dict[int, Process]) -> int:
+        """Adds the entries after the first `done`; returns how many are read now. One that is being written comes later."""
+        count = self._store.add(name, 0)
+        while done < count and self._store.check([f"{name}/{done + 1}"]):
+            done += 1
+            key = f"{name}/{done}"
+            try:
+                process = Process(**json.loads(self._store.get(key)))
+                found[process.rank] = process
+            except (ValueError, TypeError, RecursionError) as exc:
+                log.warning("the value of %r on the c10d store is not a valid process description: %s", key, exc)
+        return done
+
+
+def describe_ended(ranks: Sequence[int]) -> RankFailed:
+    """The error for the other ranks. It names the rank that ended first, which may be the cause for the others."""
+    first, *others = (f"rank {rank}" for rank in ranks)
+    since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
+    return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
+
+
+def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
+    """The error and the hint for ranks of this host that are stopped; both empty without such ranks."""
+    if not stopped:
+        return "", ""
+    pids = " ".join(map(str, stopped.values()))
+    what = " ".join(f"Rank {rank} is stopped, as process {pid}." for rank, pid in stopped.items())
+    return what, f"`kill -CONT {pids}` on host {socket.gethostname()} resumes it."
+
+
+class _Known:
+    """This process's own announcement. A process that joins another job announces itself again."""
+
+    def __init__(self) -> None:
+        self._group: Callable[[], Any] = lambda: None
+        self._presence: Presence | None = None
+        self._inherited: Callable[[], Any] = lambda: None
+        # A forked worker, as a data loader's, inherits the groups, but is not a rank in them.
+        os.register_at_fork(after_in_child=self._inherit)
+
+    def _inherit(self) -> None:
+        """In a forked child: the groups are those of its parent's job, in which it is not a rank."""
+        group = dist.group.WORLD if dist.is_available() else None
+        self._inherited = (lambda: None) if group is None else weakref.ref(group)
+
+    def is_inherited(self) -> bool:
+        return self._inherited() is dist.group.WORLD
+
+    def presence(self) -> Presence:
+        group = dist.group.WORLD
+        # After a new init_process_group the earlier announcement lies in the store of the old job.
+        if self._presence is None or self._group() is not group:
+            self._presence = Presence(default_store(), dist.get_rank())
+            self._presence.announce()
+            self._group = weakref.ref(group)
+        return self._presence
+
+
+_KNOWN = _Known()
+
+
+def announce() -> Presence | None:
+    """Announces this process, once in a job. Returns None if it is not a rank of a job of several processes."""
+    if not dist.is_available() or not dist.is_initialized() or _KNOWN.is_inherited():
+        return None
+    return _KNOWN.presence()
+
+
+def check_is_rank() -> None:
+    """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
+    if _KNOWN.is_inherited():
+        raise ConfigInvalid(
+            "This process was forked from a rank. Its process groups belong to that rank, so it cannot exchange messages "
+            "with other ranks.",
+            "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
+        )

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.picklable_error import dump, make_sendable
-from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
-from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
+from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait, describe_ended, describe_stopped
 from replicated_ckpt.dcp.runtime.user_code import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed, ReplicatedCkptError

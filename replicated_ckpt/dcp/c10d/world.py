@@ -11,8 +11,14 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, CachedDecisions
-from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank, describe_ended
-from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
+from replicated_ckpt.dcp.c10d.waiting import (
+    AnsweringStore,
+    Presence,
+    announce,
+    check_is_rank,
+    describe_ended,
+    reaching_store,
+)
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import default_store, find_async_call, find_call, use_collectives
 from replicated_ckpt.errors import ConfigInvalid

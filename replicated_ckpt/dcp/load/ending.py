@@ -11,7 +11,7 @@ from traceback import StackSummary
 from typing import Any
 
 from replicated_ckpt.dcp.c10d.picklable_error import dump, make_sendable
-from replicated_ckpt.dcp.c10d.presence import describe_ended
+from replicated_ckpt.dcp.c10d.waiting import describe_ended
 from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.runtime.torch_private import Collectives
 from replicated_ckpt.errors import RankFailed

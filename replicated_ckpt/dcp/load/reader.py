@@ -17,7 +17,7 @@ from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable,
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
-from replicated_ckpt.dcp.c10d.presence import announce
+from replicated_ckpt.dcp.c10d.waiting import announce
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.find.listing import look_up
 from replicated_ckpt.dcp.load.item_reader import ItemReader

@@ -32,8 +32,8 @@ from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
-from replicated_ckpt.dcp.save.save_parts import Parts, without_optimizer
 from replicated_ckpt.dcp.save.save_report import add_phases
+from replicated_ckpt.dcp.save.shard_files import Parts, without_optimizer
 from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
 from replicated_ckpt.node.saves.finish import Finished, HelperCopy, Outline

@@ -12,7 +12,7 @@ from replicated_ckpt.core.parts import NUMBERS_PER_SAVE
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
-from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.agent_tasks import ObjectTier
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.state.sequence_floor import SequenceFloor
 from replicated_ckpt.stores.local.store import LocalStore

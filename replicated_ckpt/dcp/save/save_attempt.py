@@ -57,14 +57,19 @@ from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.runtime.user_code import Line, call_back, warn
-from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.agent_tasks import ObjectTier, Retaining
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
-from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_helped, find_owners
-from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences
-from replicated_ckpt.dcp.save.save_parts import Parts
-from replicated_ckpt.dcp.save.save_policy import Retaining
+from replicated_ckpt.dcp.save.replicas import (
+    HelpPlans,
+    ReplicaCheck,
+    count_copies,
+    find_helped,
+    find_owners,
+    name_divergences,
+)
 from replicated_ckpt.dcp.save.save_report import SaveReport, add_phases, report_ranks, report_save, report_to_agent
+from replicated_ckpt.dcp.save.shard_files import Parts
 from replicated_ckpt.dcp.save.shard_writer import ShardUnderWay, ShardWriter, WrittenShard
 from replicated_ckpt.dcp.save.submission import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, ReplicasDiverged, SaveAborted

@@ -7,7 +7,7 @@ from typing import Any
 from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.core.rank_report import RankReport, Span
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
-from replicated_ckpt.dcp.save.own_copies import is_copied
+from replicated_ckpt.dcp.save.replicas import is_copied
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.wording import align, describe_bytes, plural
 

@@ -17,10 +17,9 @@ from replicated_ckpt.core.rank_report import Span
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.save.own_copies import Items, find_helped, is_copied
-from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
-from replicated_ckpt.dcp.save.submission import Follower, submit
-from replicated_ckpt.dcp.save.unchanged import UnchangedEntries, UnchangedFile
+from replicated_ckpt.dcp.save.replicas import Items, find_helped, is_copied
+from replicated_ckpt.dcp.save.shard_files import UnchangedEntries, UnchangedFile
+from replicated_ckpt.dcp.save.submission import Follower, ShardLayout, TooMuchElsewhere, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable

@@ -31,19 +31,18 @@ from replicated_ckpt.config import (
 )
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
-from replicated_ckpt.dcp.c10d.presence import announce
+from replicated_ckpt.dcp.c10d.waiting import announce
 from replicated_ckpt.dcp.c10d.world import telling_if_left, watch_first_step, world_of_call
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.runtime.user_code import find_line
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
+from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S, ObjectTier, Retaining, check_timeout
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck
 from replicated_ckpt.dcp.save.save_attempt import SaveAttempt, WriterParts
-from replicated_ckpt.dcp.save.save_parts import PartOf, Parts
-from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport
+from replicated_ckpt.dcp.save.shard_files import PartOf, Parts
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.dcp.staging.stager import Stager, await_turn
 from replicated_ckpt.environment import DOMAIN_ENV

@@ -27,7 +27,7 @@ from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import lay_out
-from replicated_ckpt.dcp.save.save_parts import Parts
+from replicated_ckpt.dcp.save.shard_files import Parts
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.errors import SaveAborted
 from tests.marks import mark_long

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
-from replicated_ckpt.dcp.c10d.presence import Presence, Process, announce, describe_ended
+from replicated_ckpt.dcp.c10d.waiting import Presence, Process, announce, describe_ended
 from replicated_ckpt.dcp.c10d.world import _find_lost
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.locks import is_stopped

@@ -23,8 +23,7 @@ from replicated_ckpt.dcp.c10d import blackboard, waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
 from replicated_ckpt.dcp.c10d.group_pool import PooledGroup
 from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
-from replicated_ckpt.dcp.c10d.presence import Presence
-from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
+from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, Presence, reaching_store
 from replicated_ckpt.dcp.c10d.world import World, watch_group
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed
 from tests.gloo import group_of_one

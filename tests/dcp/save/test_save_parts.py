@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from replicated_ckpt.core.parts import Part
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.save.save_parts import OWN_FILE_BYTES_MIN, Parts, without_optimizer
+from replicated_ckpt.dcp.save.shard_files import OWN_FILE_BYTES_MIN, Parts, without_optimizer
 from replicated_ckpt.errors import ConfigInvalid
 
 LARGE = OWN_FILE_BYTES_MIN // 4

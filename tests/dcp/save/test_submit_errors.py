@@ -15,9 +15,8 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
-from replicated_ckpt.dcp.save import shard_layout, submission
-from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
-from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.save import submission
+from replicated_ckpt.dcp.save.submission import AgentSilent, ShardLayout, TooMuchElsewhere, finish_by_agent
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.saves.finish import Outline
 from replicated_ckpt.stores.local.store import LocalStore
@@ -58,7 +57,7 @@ def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank writes it itself then, and the hint states that no action is needed."""
-    monkeypatch.setattr(shard_layout, "BETWEEN_BYTES_MAX", 8)
+    monkeypatch.setattr(submission, "BETWEEN_BYTES_MAX", 8)
     shard = ShardLayout(memoryview(bytearray(16)))
     try:
         shard.write(memoryview(b"12345678"))

@@ -157,7 +157,7 @@ def test_an_entry_of_another_shape_or_type_is_written(run: Run) -> None:
 
 def test_a_run_in_which_all_changes_has_no_such_file(run: Run) -> None:
     """And no entry is hashed."""
-    with mock.patch("replicated_ckpt.dcp.save.unchanged.UnchangedEntries.hash_items") as hashed:
+    with mock.patch("replicated_ckpt.dcp.save.shard_files.UnchangedEntries.hash_items") as hashed:
         for _ in range(4):
             run.state = {fqn: value + 1 for fqn, value in run.state.items()}
             assert run.save() == ""

@@ -15,7 +15,7 @@ from typing import Any
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.upkeep.repair_plan import Problem
-from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.agent_tasks import ObjectTier
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore

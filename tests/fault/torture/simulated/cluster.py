@@ -22,7 +22,7 @@ from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_i
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.core.upkeep.repair_plan import Problem, RepairPlan
-from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.agent_tasks import ObjectTier
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.node.peers.watch import SilenceTimeouts
 from replicated_ckpt.node.saves.pins import Pins
