@@ -27,9 +27,9 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.wording import plural
 
 OBJECTS_BYTES_MAX = 8 << 30
-"""For all objects of one shard together: their size is known only once they are pickled."""
+"""The bound for all objects of one shard together: their size is known only once they are pickled."""
 _ITEM_BYTES_MAX = 4096
-"""Container, alignment and checksums of a small item; those of a large one are far less than its own bytes."""
+"""Container, alignment and checksums of a small item. A large item needs more, but far less than its own bytes."""
 _SHARD_BYTES_MIN = 1 << 20
 
 
@@ -38,7 +38,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
     planned.
 
     Returns NOTHING_ANNOUNCED if plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
-    CachedSavePlanner holds the whole plan, and counts.
+    CachedSavePlanner contains the whole plan, and counts.
     """
     plans = [find_whole(plan) for plan in plans]
     # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
@@ -65,7 +65,7 @@ def _tensor_bytes(plan: SavePlan) -> int:
 
 
 STAYS = ("nodes", "node_by_rank", "placement", "helpers")
-"""Fields of a decision that are nearly always those of the save before: all that grows with the number of nodes."""
+"""Fields that nearly always equal those of the decision before. All fields that grow with the number of nodes are here."""
 _NAME_IT = (
     'Pass an id: dcp.save(..., checkpoint_id="step-10"). If other code calls dcp.save, as _Checkpointer '
     'does, call writer.reset("step-10") first. The deprecated save_state_dict takes no id.'
@@ -78,7 +78,7 @@ class SaveDecision:
 
     `unreached` are nodes whose agents did not answer when the save was opened. Their ranks open it in their own stores,
     with `session` and `overwrite`. These nodes hold no copies for others. `known_layout`: the save whose results the
-    coordinator has cached, so that a rank may refer to its entries in them.
+    coordinator has cached. A rank may refer to its own entries in them.
     """
 
     save_id: str
@@ -96,7 +96,7 @@ class SaveDecision:
     ticket: str = field(default="", repr=False)
     known_layout: str = ""
     file_number: int = 0
-    """The first of those in its shards' names: no other version of the checkpoint has one, on any node of the save."""
+    """The first of the numbers in its shards' names. On the save's nodes, no other version of the checkpoint has them."""
     turn: Turn | None = None
     """The values that the ranks compare; None: none."""
     helpers: tuple[tuple[int, ...], ...] = ()
@@ -114,7 +114,7 @@ class SaveDecision:
     def buddies_of(self, node_id: str) -> tuple[str, ...]:
         """The nodes that are to hold copies for a node."""
         buddies = self.placement.buddies_by_node[node_id]
-        # Nearly always so. A substitute costs a sort of all nodes, for each node of the job.
+        # The usual case. Substitutes would cost a sort of all nodes, for each node of the job.
         if self._silent.isdisjoint(buddies):
             return buddies
         return self.holders_for(node_id)[: self.placement.copies - 1]
@@ -173,7 +173,7 @@ class SaveDecision:
         return owners
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that every rank reads, without invitations: only the coordinator uses those, and it has used them."""
+        """The fields that every rank reads. Invitations are removed: only the coordinator uses them, before it posts this."""
         return asdict(replace(self, nodes=tuple(replace(node, invitation="") for node in self.nodes)))
 
     @classmethod
@@ -241,7 +241,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
 
     Raises:
         CheckpointIdMismatch: the ranks named different checkpoints. A rank that uses the coordinator's id names none.
-            ConfigInvalid: two different stores claim the same identity, or the ranks want different saves.
+        ConfigInvalid: two different stores claim the same identity, or the ranks want different saves.
     """
     checkpoint_id = posts[0].checkpoint_id
     given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
@@ -254,7 +254,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
     nodes: dict[str, NodePost] = {}
     for post in posts:
         known = nodes.setdefault(post.node.node_id, post.node)
-        # A cloned disk brings a second store with the same node id: its copies would count for the original's.
+        # A cloned disk brings a second store with the same node id: copies in one would count for the other.
         _check_same_store(known, post.node)
     place, states = {node: index for index, node in enumerate(nodes)}, _find_states(posts)
     return SaveDecision(
@@ -269,7 +269,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
 
 
 def _find_states(posts: Sequence[SavePost]) -> Mapping[str, str]:
-    """By node, a text that is equal for nodes whose ranks have the same items; "" if some rank does not report it."""
+    """By node: a text that is equal for nodes whose ranks have the same items; "" if a rank has posted no digest."""
     digests: dict[str, list[str]] = {}
     for post in posts:
         digests.setdefault(post.node.node_id, []).append(post.plan_digest)

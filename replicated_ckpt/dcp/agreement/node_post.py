@@ -113,12 +113,12 @@ def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = F
         # A job on one host listens on loopback only: no other host can reach its agent.
         bind_host = host if is_loopback(host) else _any_address(host)
         endpoint, silence = ensure_agent(store, bind_host, is_opening=is_opening), ""
-    # The agent hangs, but its address is known: other nodes may have its answer later, and this rank can still write.
+    # The agent hangs, but its address is known: it may answer other nodes later, and this rank can still write.
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:
             raise
-        log.warning("this node's agent does not answer, and the others continue without it: %s", exc)
+        log.warning("this node's agent does not answer, and the other nodes continue without it: %s", exc)
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
         warn(_PLAIN_WARNING)
@@ -133,7 +133,7 @@ def register_for_save(store: LocalStore, domain: str | None) -> NodePost:
         AgentUnavailable, StoreError, ConfigInvalid
     """
     post = register_node(store, domain, is_opening=True)
-    # An agent that was told to stop is about to leave: the save goes to the one that follows it.
+    # An agent that was told to stop is about to end: the save goes to its successor.
     try:
         is_next = not post.silence and await_departure(store.agent_directory())
     except AgentUnavailable as exc:
@@ -214,9 +214,9 @@ def find_host() -> tuple[str, str]:
     """The address under which the other nodes reach this one, and its origin.
 
     It is REPLICATED_CKPT_HOST if that is set, else the address from which this host reaches MASTER_ADDR. If MASTER_ADDR
-    is this host under a real name, that address may be a loopback address, which is useless to other hosts. Then it is
-    the address of the default route. The same holds if the route has a link-local address, which needs the name of an
-    interface with it. If MASTER_ADDR itself is loopback, all nodes are on this host.
+    is the name of this host, that may be a loopback address, which is useless to other hosts. Then this returns the
+    address of the default route. It does so for a link-local address, too, which works only with the name of an
+    interface. If MASTER_ADDR itself is loopback, all nodes are on this host.
 
     Raises:
         ConfigInvalid: REPLICATED_CKPT_HOST is not a host, or this host has only link-local addresses.
@@ -243,7 +243,7 @@ def find_host() -> tuple[str, str]:
 
 
 def _host_in(text: str) -> str:
-    """The host name or address that a user has written, an IPv6 address with brackets or without."""
+    """The host name or address in the user's setting. An IPv6 address may have brackets there."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not HOST_PATTERN.fullmatch(host):
         raise ConfigInvalid(f"{HOST_ENV} is neither a host name nor an address: {text!r}.", "Give one, without a port.")
@@ -274,8 +274,8 @@ def _any_address(host: str) -> str:
 def id_under(root: str, given: str | os.PathLike[str]) -> str:
     """As `checkpoint_id_under`, for a name that this process can give to a directory.
 
-    Programs written for stock storage pass a path: a relative one that leads below the root from the working directory, as
-    `ckpt/step-5` does with the root `ckpt`, means that place. So does an absolute one that goes by a symbolic link.
+    Programs written for stock storage pass a path. If it leads below the root, the id is the rest of it: `step-5` for
+    `ckpt/step-5` with the root `ckpt`. The path may be relative to the working directory, or contain symbolic links.
 
     Raises:
         ConfigInvalid: the name is invalid.
@@ -301,7 +301,7 @@ def _root_from_here(root: str) -> PurePath | None:
 
 
 def _find_root(root: str, path: PurePath) -> PurePath | None:
-    """The directory above `path` that is the root, also if one of them is given by a link."""
+    """The directory above `path` that is the root, symbolic links resolved."""
     real = os.path.realpath(root)
     return next((above for above in path.parents if os.path.realpath(above) == real), None)
 
@@ -318,7 +318,7 @@ def ask_agent(
     again.
 
     Raises:
-        AgentUnavailable, StoreError: it does not answer. Its refusals, by class.
+        AgentUnavailable, StoreError: the agent does not answer. Others: the agent has refused.
     """
     deadline = time.monotonic() + within_s
     for tries_left in reversed(range(_TRIES)):
@@ -335,15 +335,16 @@ def ask_agent(
 
 
 _seen: dict[tuple[Path, str], tuple[str, int]] = {}
+"""By root and directory of checkpoints: the lineage that this process continues, and the largest sequence it has seen."""
 
 
 def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
     """Records the lineage of a load or save of this process. `newest` is the newest save of the lineage seen so far."""
     key = store.root, scope_of(checkpoint_id)
     known = _seen.get(key)
-    # A number that a damaged store claims must not use up all that follow.
+    # A huge number that a damaged store claims must not use up all later ones.
     sequence = min(newest.sequence, SEQUENCE_FLOOR_MAX)
-    # Never back: after a rollback to an older checkpoint the next save is still newer than those it has seen.
+    # Never smaller: after a rollback to an older checkpoint the next save must still be newer than those seen before.
     if known is not None and known[0] == newest.lineage:
         sequence = max(sequence, known[1])
     _seen[key] = newest.lineage, sequence

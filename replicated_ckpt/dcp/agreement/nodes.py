@@ -38,9 +38,9 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 
 RELAY_FROM_BYTES = 64 << 20
-"""For all nodes together. Below it the coordinator's own link is fast enough to send every copy itself."""
+"""Bytes of `.metadata` for all nodes together, from which on nodes relay it. Fewer bytes the coordinator sends itself."""
 SENDS_AT_ONCE = 2
-"""By each node that has the file, the coordinator's included."""
+"""Sends at a time by each node that has the file, the coordinator's included."""
 
 
 class Relay:
@@ -54,9 +54,9 @@ class Relay:
         self._free = [coordinator] * SENDS_AT_ONCE
 
     def bring(self, node: str, send: Callable[[], object], pull: Callable[[str], object]) -> None:
-        """Brings the file to `node`: `send` has the coordinator send it, `pull(source)` has it fetched from a node.
+        """Brings the file to `node`: with `send` from the coordinator, or with `pull(source)` from a node that has it.
 
-        If a pull fails, the coordinator sends the file, and the node that could not be pulled from sends one less.
+        If a pull fails, the coordinator sends the file, and the source sends one file fewer at a time from then on.
 
         Raises:
             ReplicatedCkptError: the coordinator could not send it either.
@@ -68,7 +68,7 @@ class Relay:
         try:
             pull(source)
         except ReplicatedCkptError:
-            # The source may be dead or hung: it does not become free again, so that no other node waits for it.
+            # The source may be dead or hung. This slot of it is never free again, so no other node waits for it.
             with self._sender(self._coordinator):
                 send()
                 return self._give([node] * SENDS_AT_ONCE)
@@ -76,7 +76,9 @@ class Relay:
 
     @contextmanager
     def _sender(self, wanted: str | None = None) -> Iterator[str]:
-        """A node that has the file and is free to send it, the latest first; the coordinator is free again afterwards."""
+        """A node that has the file and is free to send it, the latest first. The coordinator's slot is free again
+        afterwards.
+        """
         with self._changed:
             while not (wanted in self._free if wanted is not None else self._free):
                 self._changed.wait()
@@ -108,7 +110,7 @@ class Cluster(Protocol):
     """All nodes of a save."""
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> "Opened":
-        """Opens the save on every node that answers; `on_own_open` is called once this node has; others may take longer.
+        """Opens the save on every node that answers. Calls `on_own_open` once it is open here; others may take longer.
 
         Raises:
             CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
@@ -207,7 +209,7 @@ class AgentCluster:
             "ticket": intent.ticket,
             "peers": [address.to_json() for address in self._by_node.values()],
         }
-        body = json.dumps(document).encode()  # once, not once for each node: it names all of them
+        body = json.dumps(document).encode()  # once, not for each node: it grows with the number of nodes
 
         def open_on(node: str) -> Opened:
             with AgentClient(self._opener_by_node[node]) as client:
@@ -225,7 +227,7 @@ class AgentCluster:
 
         outcome = self._run("open", open_on)
         for node, error in outcome.errors.items():
-            # A silent peer only costs copies. A refusal (the checkpoint exists), or an error of the own node, ends it.
+            # A silent peer only costs copies. A refusal (the checkpoint exists), or an error of the own node, is fatal.
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
         told = outcome.results.values()
@@ -244,7 +246,7 @@ class AgentCluster:
         whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
 
         def bring_by_relay(client: AgentClient, relay: Relay) -> None:
-            client.call("GET", path)  # finds a node that hangs before it takes a sender from the others
+            client.call("GET", path)  # raises for a node that hangs, before that node occupies a sender
             relay.bring(
                 client.address.node_id,
                 lambda: client.put("PUT", f"{path}/{METADATA_NAME}", metadata),
@@ -262,14 +264,14 @@ class AgentCluster:
             client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
 
         def commit_on(node: str) -> tuple[str, ...]:
-            # It was silent at the opening: a short question first, so that a dead node costs no full time-out.
+            # The node was silent at the opening: a short request first, so that a dead node costs no full time-out.
             if node in self._unreached:
                 with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
                     client.call("GET", path)
             with AgentClient(self._opener_by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 # On its own node the coordinator's rank has staged both files.
                 if node != self._own_node:
-                    with suppress(SaveAborted):  # a node that published may have brought it: `commit` finds out
+                    with suppress(SaveAborted):  # another node may have completed the save here: `commit` finds out
                         bring(client)
                 return _parse_held(client.call("POST", f"{path}/commit"), node)
 
@@ -299,7 +301,7 @@ def _has_same(client: AgentClient, path: str, same: CachedLayout, whole: Mapping
     # The save has ended, or the node is gone: sending the file cannot help.
     except (SaveAborted, StoreUnavailable):
         raise
-    except ReplicatedCkptError:  # it has none, or another one: it is sent
+    except ReplicatedCkptError:  # the node does not have that file, so it is sent
         return False
     return True
 
@@ -381,7 +383,7 @@ class LoneService(NodeService):
 
 def _was_changed_within(grace_s: float, path: Path) -> bool:
     try:
-        # abs: after the clock was set back, files of the future must not count as new for ever.
+        # abs: after the clock was set back, files from the future must not count as new forever.
         return abs(time.time() - path.stat().st_mtime) < grace_s
     except FileNotFoundError:  # it vanished between two calls, so some process works on the save
         return True

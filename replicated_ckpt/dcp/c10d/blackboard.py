@@ -1,9 +1,9 @@
 """The blackboard: a place in the c10d store where ranks post values, and their coordinator posts its decision.
 
-This adds no collective: DCP's own collectives order the messages. On a save every rank posts before it sends its local
-plan, and the coordinator decides before it sends the global one, so both exist when they are read. On a load the ranks
-meet with a deadline. A nonce in every post, repeated in the decision, makes sure that no rank acts on the decision of
-an earlier call.
+The blackboard adds no collective: DCP's own collectives order the messages. In a save every rank posts before it sends its
+local plan, and the coordinator decides before it sends the global one, so both exist when they are read. In a load the
+ranks wait for each other until a deadline. Every post has a nonce, which the decision repeats, so no rank acts on the
+decision of an earlier call.
 """
 
 import contextlib
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 
 _KNOWS, _AS = "knows", "as"
 STAYS = "stays"
-"""The entry of a whole decision that names the fields of it that ranks are to keep."""
+"""The entry of a complete decision that lists its fields that the ranks cache."""
 _LOST = "Save again: the coordinator then sends every rank the whole decision."
 
 
 class CachedDecisions:
-    """The cached fields of one rank in one process group: by topic, with the digest of the message that contained them.
+    """The fields of decisions that a rank caches for one process group: by topic, with the digest of their message.
 
-    A message that refers to another one refers to a complete one. One call at a time.
+    A shortened message refers to a complete one by that digest. One call at a time.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CachedDecisions:
     def shorten(
         self, topic: str, fields: Mapping[str, Any], stays: Collection[str], posts: Sequence[Mapping[str, Any] | None]
     ) -> Mapping[str, Any] | None:
-        """Coordinator: the decision without the fields that `stay`, if they have not changed and all ranks have them."""
+        """Coordinator: the decision without the fields in `stays`. None: one of them has changed, or a rank lacks them."""
         digest, before = self._kept.get(topic, ("", {}))
         if before != {name: fields[name] for name in stays} or not before:
             return None
@@ -74,10 +74,10 @@ class CachedDecisions:
         self._kept[topic] = hashlib.sha256(raw).hexdigest()[:32], {name: fields[name] for name in stays}
 
     def complete(self, topic: str, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
-        """A rank: the whole decision, from the fields of the message `raw` and the cache.
+        """A rank: the complete decision, from the fields of the message `raw` and the cache.
 
         Raises:
-            PeerProtocolError: it refers to a message that this rank does not have, or `stays` names missing fields.
+            PeerProtocolError: `raw` refers to a message that is not in the cache, or lists fields that it does not have.
         """
         stays, digest = fields.pop(STAYS, None), fields.pop(_AS, None)
         if stays is not None:
@@ -86,7 +86,7 @@ class CachedDecisions:
             self.keep(topic, raw, fields, stays)
         if digest is not None:
             known, before = self._kept.get(topic, ("", {}))
-            # Filled in from another decision, this rank would send its copies elsewhere than the other ranks expect.
+            # With fields of another decision, this rank would send its copies to other nodes than the ranks expect.
             if digest != known:
                 earlier = f"an earlier one, {digest!r:.80}, which this rank does not have"
                 raise PeerProtocolError(f"The decision about this {topic} refers to {earlier}.", _LOST)
@@ -102,7 +102,7 @@ _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
 """All ranks together ask the store about a thousand times a second, however many they are."""
 PACKED_FROM_BYTES = 4096
-"""From here on a message is compressed, and a decision that still is so large is read once a node."""
+"""A message of this size or more is compressed. A decision that is still so large is read once per node."""
 _LATE_COORDINATOR = "Read the log of rank 0, and check whether its process is stopped; then save or load again."
 _LATE_RANK = (
     "This rank was too slow, and the others continued without it. Find out what delays it, then save or load again."
@@ -115,7 +115,7 @@ _FOREIGN = "Another program writes to this job's c10d store, or its ranks run di
 
 
 class Blackboard:
-    """Posts of every rank and decisions of the coordinator. Each call overwrites the last, so the store does not grow.
+    """Posts of every rank and decisions of the coordinator. Each call overwrites the one before: the store does not grow.
 
     `topic` keeps saves and loads apart. One call at a time on one process group, as DCP itself demands.
     """
@@ -136,7 +136,7 @@ class Blackboard:
         """
         self._kept = kept or CachedDecisions()
         self.find_lost, self.find_stopped = find_lost, find_stopped
-        self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
+        self._store: Any = store  # torch's stub lacks some methods, and allows no bytes as values
         self._rank = rank
         self._size = size
         self._posted: dict[str, bytes] = {}
@@ -157,7 +157,7 @@ class Blackboard:
         return nonce
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
-        """Replaces this rank's post, if it has not been answered."""
+        """Replaces this rank's post, under the same nonce. Has no effect if the coordinator has read the post before it."""
         said = {**self._kept.describe_known(topic), "nonce": nonce, "release": RELEASE}
         key, raw = f"{topic}/{self._rank}", encode({**fields, **said})
         self._posted[topic] = raw
@@ -270,10 +270,9 @@ class Blackboard:
         `stays`: fields that are likely to be the same in the next decision on this topic. Ranks cache them if they are
         large; later decisions omit them while they are unchanged and every rank has them.
 
-        Each rank then gets a small note with the nonce that it waits for and the decision's digest. Polling stays cheap,
-        and the decision, which may be large, is read once per rank, or once per node by ranks that `share_in` one
-        directory. A rank without a post gets a note with its `stale` nonce: it was not waited for, and its next
-        post is meant.
+        Each rank then gets a small note with the nonce of its post and the decision's digest. Polling stays cheap, and the
+        decision, which may be large, is read once per rank, or once per node by ranks that `share_in` one directory. A
+        rank whose post is missing gets a note with its `stale` nonce, which answers its next post.
         """
         raw = self._encode(topic, posts, fields, stays)
         # Before the notes: a rank that sees its note reads the decision at once.
@@ -306,13 +305,13 @@ class Blackboard:
         return raw
 
     def decision(self, topic: str, nonce: str, deadline_s: float, before: str | None = None) -> dict[str, Any]:
-        """The decision that answers this rank's post, or one that was made without this rank because it came late.
+        """The decision that answers this rank's post, or the one that was made without this rank because it came late.
 
-        `before`: the nonce of the post before.
+        `before`: the nonce of this rank's post in the call before.
 
         Raises:
             RankFailed: a rank's process has ended, and no decision comes. RendezvousFailed: none came within `deadline_s`.
-            PeerProtocolError: it fails its checks, or this rank's post is gone.
+            PeerProtocolError: the decision fails its checks, or this rank's post is gone.
         """
         with self.waiting(deadline_s) as wait:
             return self._await_decision(topic, nonce, wait, deadline_s, before)
@@ -323,7 +322,7 @@ class Blackboard:
         check_own_at_s = 0.0
         while True:
             is_over, is_look = wait.is_over, wait.is_look_due()
-            lost = self.find_lost() if is_look else ()  # before the answer: one may decide and end
+            lost = self.find_lost() if is_look else ()  # before the answer: a coordinator may decide, then end
             if is_look:
                 self.say_if_long(wait, f"this {topic}")
             found = self._find_answer(topic, "decided", nonce)
@@ -333,10 +332,10 @@ class Blackboard:
                 _check_absent(found, topic, self._rank)
             if found is not None:
                 return found
-            # A store put back from an earlier run, or a foreign writer, may have replaced the post: no answer would come.
+            # A restored store of an earlier run, or a foreign writer, may have replaced the post: no answer would come.
             if is_look and wait.waited_s >= check_own_at_s:
                 self._check_own(topic)
-                check_own_at_s = 2 * wait.waited_s  # it reads the whole post: of a thousand ranks that is much
+                check_own_at_s = 2 * wait.waited_s  # rarely: each check reads a whole post, on every rank
             # Without the coordinator no decision comes. Without another rank one may: the coordinator answers on its own.
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise describe_ended(lost)
@@ -349,7 +348,7 @@ class Blackboard:
     def tell_left(self, why: ReplicatedCkptError) -> None:
         """Posts that this rank has left a collective of the group. From then on the group's ranks are out of step."""
         self.post(_LEFT, {"error": pack_error(why)})
-        # The post before the mark that leads to it: a reader of the mark looks for the reason at once.
+        # The post first: a rank that reads the mark then reads the post at once.
         with reaching_store():
             self._store.set(_LEFT, str(self._rank))
 
@@ -357,24 +356,24 @@ class Blackboard:
         """The rank that last left a collective of the group, and why; None if no rank has left one."""
         with reaching_store():
             named = self._store.get(_LEFT) if self._store.check([_LEFT]) else b""
-        # Other programs of the job's network can write to the store: an odd value names no rank.
+        # Other programs in the job's network can write to the store: an invalid value names no rank.
         if not named.isdigit() or not 0 <= int(named) < self._size:
             return None
         post = self.read_post(_LEFT, int(named)) or {}
         return (int(named), unpack_error(post["error"])) if "error" in post else None
 
     def has_left(self, rank: int) -> bool:
-        """Whether this rank has posted that it left a collective of the group. Then the end of its process is not the
-        cause.
+        """Whether this rank has posted that it left a collective of the group. The end of its process is not the cause
+        then.
         """
         return self.read_post(_LEFT, rank) is not None
 
     def await_all(self, name: str, deadline_s: float, what: str) -> Sequence[int]:
-        """Returns once every rank has called this with this name. Or returns, by number, the ranks that have ended
-        instead.
+        """Returns () once every rank has called this with this name, or after `deadline_s`. If ranks have ended, returns
+        their numbers.
 
-        A collective notices a death only at the neighbours of the rank that died. No other call may use the name. After
-        `deadline_s` this returns (): the caller's next step has a bound of its own. `what`: for `say_if_long`.
+        No other call may use the name. After the deadline the caller goes on: its next step has a bound of its own, but in
+        a collective only the neighbours of an ended rank would notice. `what`: as of `say_if_long`.
         """
         with reaching_store():
             here = self._store.add(name, 1)
@@ -391,7 +390,7 @@ class Blackboard:
 
     @contextlib.contextmanager
     def waiting(self, deadline_s: float = math.inf) -> Iterator[Wait]:
-        """A wait for other ranks. During the wait, `say_if_long` shows them that this rank waits, too."""
+        """A wait for other ranks. Its end removes the marks that `say_if_long` has left on the store."""
         wait = Wait(deadline_s, self._pause_max_s)
         try:
             yield wait
@@ -402,10 +401,10 @@ class Blackboard:
                 self.forget(_SAID)
 
     def say_if_long(self, wait: Wait, what: str, absent: Sequence[int] = ()) -> None:
-        """Called at each step of a wait. Once the wait is long, the first rank that notices it logs the ranks that do
-        not wait, too.
+        """Marks this rank as waiting. Once the wait is long, one of the waiting ranks logs the ranks without a mark.
 
-        `absent`: the ranks that are waited for, if this rank has found them itself.
+        Call it at each look of a wait. `what`: the awaited event, for the log. `absent`: the missing ranks, if the caller
+        has found them itself.
 
         Raises:
             RendezvousFailed: the c10d store does not answer.
@@ -430,7 +429,7 @@ class Blackboard:
 
     def forget(self, name: str) -> None:
         """Deletes a key, so that finished waits leave nothing on the store."""
-        with contextlib.suppress(dist.DistError):  # it is gone, and nothing stays either
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the key with it
             self._store.delete_key(name)
 
     def _check_own(self, topic: str) -> None:
@@ -444,7 +443,7 @@ class Blackboard:
             )
 
     def _find_answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
-        """The decision that this rank's note of this kind is about, if the note is about the post with this nonce."""
+        """The decision to which this rank's note of this kind refers. None without a note for the post with this nonce."""
         key = f"{topic}/{kind}/{self._rank}"
         with reaching_store():
             note = self._store.get(key) if self._store.check([key]) else b""
@@ -462,7 +461,7 @@ class Blackboard:
     def _write(self, key: str, raw: bytes) -> None:
         with reaching_store():
             self._store.set(key, raw)
-            self._store.check([key])  # a round trip on the same connection: the store has it before we go on
+            self._store.check([key])  # a round trip on the same connection: the store has the value before this returns
 
     def _read_all(self, keys: Sequence[str]) -> Sequence[bytes]:
         # FileStore has no multi_get.
@@ -475,8 +474,8 @@ class Blackboard:
 def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> None:
     """Raises PeerProtocolError: a decision without this rank is not an error, so this rank must not act on it.
 
-    A coordinator leaves a rank out only when it decides on an error. A rank without an earlier post cannot check that
-    the note is of this run of the job. So an old note can make its call fail, but has no other effect.
+    A coordinator leaves a rank out only if its decision is an error. A rank without an earlier post cannot check that the
+    note is of this run of the job. An old note can therefore fail the rank's call, but has no other effect.
     """
     if decision is not None and "error" not in decision:
         raise PeerProtocolError(

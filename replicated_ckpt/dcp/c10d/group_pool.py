@@ -1,5 +1,5 @@
-"""Gloo groups of all ranks, used by one caller at a time, so the cost of a group (descriptors, threads, keys) is paid
-once.
+"""A pool of gloo groups of all ranks. Each group has one user at a time, and is reused: a new one costs descriptors,
+threads and keys.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptErro
 
 T = TypeVar("T")
 _FIRST_GROUP_S = 300.0
-GROUPS_MAX = 512  # dist.new_group takes no bound of its own
-"""Groups in use at once in one process; those beyond it are not reused."""
+GROUPS_MAX = 512
+"""Groups in use at once in one process. torch itself has no limit."""
 
 
 class PooledGroup:
@@ -54,7 +54,7 @@ class PooledGroup:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """For a block of collectives. If the block ends in the middle of one, no later block gets the group."""
+        """For a block of collectives. If the block ends in the middle of one, the pool does not reuse the group."""
         try:
             yield
         # Raised by all ranks together, after a collective has ended: the ranks are still in step.
@@ -75,9 +75,7 @@ class PooledGroup:
 
 
 class _Pool:
-    """The groups of one job, the same number on all ranks. Ranks may use different ones, because a rank may not have
-    closed its own.
-    """
+    """The groups of one job, the same on all ranks. `in_use` may differ: a rank may not have closed its group yet."""
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
@@ -87,7 +85,7 @@ class _Pool:
     def acquire(self) -> PooledGroup:
         taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")  # one more: the last is always free
         taken[sorted(self.in_use)] = 1
-        # Free only if it is so on every rank: another rank may not have closed its manager yet.
+        # A group is free only if it is free on every rank: another rank may not have closed its manager yet.
         watch_group(self._agreeing).reduce_to_max(taken)
         number = taken.tolist().index(0)
         if number == GROUPS_MAX:
@@ -101,7 +99,7 @@ class _Pool:
         return PooledGroup(self, number)
 
 
-# Weak: a group that is kept alive keeps gloo's threads running after destroy_process_group, and they abort the process.
+# Weak: a live reference keeps gloo's threads running after destroy_process_group, and they abort the process at its exit.
 _POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
 
 
@@ -177,7 +175,7 @@ def _make_picklable(error: BaseException, rank: int) -> ReplicatedCkptError:
 
 
 _MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
-"""Arguments of a writer that are a rank's, or a node's, own. All others are the whole save's."""
+"""Arguments of a writer that may differ between ranks. All others apply to the whole save."""
 
 
 def describe_wanted(config: WriterConfig) -> dict[str, str]:

@@ -19,13 +19,13 @@ NAME = "decision"
 
 
 def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], bytes]) -> bytes:
-    """Returns the bytes with this digest: from the file in `directory` if another rank of this node has put them there.
+    """Returns the bytes with this digest, from the file in `directory` if another rank of this node has written it.
 
-    Else it returns the bytes from `fetch`, and puts them into the file for the other ranks. A file with another digest is
-    ignored. In these cases each rank fetches for itself: the directory is another user's or cannot be written, its disk is
-    full, or the rank that fetches is stopped. The caller checks fetched bytes. The directory has one such file, which the
-    next call with other bytes replaces. With `directory=None` this rank has no node, and fetches. Any number of processes
-    may call it at once.
+    Otherwise this rank calls `fetch`, and writes the file for the other ranks. A file with another digest is ignored and
+    replaced. The caller checks fetched bytes. Any number of processes may call this at once.
+
+    Every rank fetches for itself if `directory` is None, belongs to another user or cannot be written, if its disk is full,
+    or if the rank that fetches is stopped.
 
     Raises:
         Whatever `fetch` raises.
@@ -48,10 +48,9 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
 
 @contextlib.contextmanager
 def _lock_alone(directory: Path) -> Iterator[bool]:
-    """Whether no other rank is in the block. False: another rank has been in it for too long, or nothing can be locked
-    here.
+    """Yields whether this rank has the lock. False: another rank has held it for WAIT_S, or nothing can be locked here.
 
-    It locks the directory, because the file in it is replaced. Nothing else locks the directory.
+    The lock is on the directory, because the file in it is replaced. Nothing else locks the directory.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -67,7 +66,7 @@ def _lock_alone(directory: Path) -> Iterator[bool]:
 def _read_left(path: Path, sha256: str) -> bytes | None:
     try:
         raw = read_private(path)
-    except (OSError, StoreDenied):  # none was left, or none that this rank can read: it is fetched
+    except (OSError, StoreDenied):  # there is no file that this rank can read, so it fetches
         return None
     # The file of an earlier decision, or one cut off by a full disk, has another digest.
     return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
@@ -75,6 +74,6 @@ def _read_left(path: Path, sha256: str) -> bytes | None:
 
 def _leave(path: Path, raw: bytes) -> None:
     try:
-        write_file(path, raw, 0o600, is_flushed=False)  # after a crash no call is left that it could answer
+        write_file(path, raw, 0o600, is_flushed=False)  # after a crash no rank needs it
     except OSError as exc:
         log.info("the decision is not shared with the other ranks of this node, which read it by themselves: %s", exc)

@@ -1,5 +1,5 @@
-"""Errors that cross process boundaries: as JSON on the c10d store, and by DCP's pickles. An error that
-fails there leaves these ranks waiting.
+"""Errors that are sent to other processes: as JSON on the c10d store, and as pickles by DCP. An error that cannot be sent
+would leave the other ranks waiting.
 """
 
 import copyreg
@@ -52,7 +52,7 @@ def _make_picklable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., 
             ):
                 return hook(self, *args, **kwargs)
         except BaseException as exc:
-            # Roots have one path on all nodes: without the host the error could be of any.
+            # Roots have one path on all nodes: without the host the error could come from any node.
             if isinstance(exc, StoreError | AgentUnavailable):
                 exc.add_note(f"Met on host {socket.gethostname()}.")
             if not can_be_sent(exc):

@@ -28,10 +28,10 @@ from replicated_ckpt.stores.files.locks import is_stopped, state_and_start
 from replicated_ckpt.wording import list_some
 
 LOOK_AFTER_S = 1.5
-"""For so long a wait reads only what it waits for. From then on it also looks for failed ranks, one by one."""
+"""A wait looks for failed ranks from this time on. Until then it reads only the values that it waits for."""
 LOOK_EVERY_S = 1.0
 SAY_AFTER_S = 30.0
-"""After so long a wait logs, once, the ranks that it waits for."""
+"""After this time a wait logs, once, the ranks that it waits for."""
 LINGER_S = 5.0
 """How long the coordinator of a load waits for the other ranks once one has failed."""
 _STORE_HINT = (
@@ -51,15 +51,15 @@ def reaching_store() -> Iterator[None]:
 
 
 _unanswered: "weakref.WeakKeyDictionary[dist.Store, tuple[Future[Any], float]]" = weakref.WeakKeyDictionary()
-"""The last call that got no answer yet, and until when any thread waits for it."""
+"""By store: its call without an answer so far, and the time until which threads wait for that answer."""
 
 
 class AnsweringStore:
     """The c10d store of a job, under a prefix. A call raises if it gets no answer within the store's own time-out.
 
-    torch's own store waits forever if the process that serves it is stopped, or its host has no power. A call first
-    waits for the answer to an earlier call that was interrupted. After a call without an answer, each later one raises
-    at once.
+    torch's own store waits forever if the process that serves it is stopped, or its host has no power. If a call was
+    interrupted, the next one first waits for its answer. Once a call has got no answer in time, each later one raises at
+    once.
     """
 
     def __init__(self, prefix: str, store: "dist.Store") -> None:
@@ -70,7 +70,7 @@ class AnsweringStore:
         return partial(self._call, getattr(self._store, name))
 
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        # The store's client holds a mutex during a call: a second one would wait for ever behind one that hangs.
+        # The store's client holds a mutex during a call: a second call would wait forever behind one that hangs.
         before = _unanswered.get(self._job)
         if before is not None:
             self._await(*before)
@@ -79,12 +79,12 @@ class AnsweringStore:
         def ask() -> None:
             try:
                 answer.set_result(call(*arguments))
-            except RuntimeError as exc:  # the store's; raised where it was asked
+            except RuntimeError as exc:  # raised in the thread that asked
                 answer.set_exception(exc)
 
         try:
             start_new_thread(ask, ())  # a Thread takes three times as long to begin
-        except RuntimeError:  # the system gives none
+        except RuntimeError:  # the system has no more threads
             ask()
         self._await(answer, time.monotonic() + self._job.timeout.total_seconds())
         return answer.result()
@@ -102,9 +102,9 @@ class AnsweringStore:
 
 
 class Wait:
-    """One wait for other ranks. Its pauses grow, and from time to time it checks whether ranks have ended.
+    """One wait for other ranks: its deadline, its growing pauses, and when the next look for failed ranks is due.
 
-    `is_noted`: the other ranks see that this one waits. `is_said`: the log names the ranks that are waited for.
+    `is_noted`: this rank has a mark on the store that it waits. `is_said`: a rank has logged which ranks are missing.
     """
 
     def __init__(self, deadline_s: float, pause_max_s: float) -> None:
@@ -125,7 +125,7 @@ class Wait:
 
     @property
     def is_long(self) -> bool:
-        """Whether a coordinator that had seen a rank fail at the beginning would have decided without the others."""
+        """Whether a coordinator would have stopped waiting by now if a rank had failed at the beginning."""
         return self.waited_s > LOOK_AFTER_S + LOOK_EVERY_S + LINGER_S
 
     def is_look_due(self) -> bool:
@@ -160,16 +160,14 @@ class Process:
     started: str
 
     def lives(self) -> bool:
-        """Whether the process runs or is stopped. A killed process whose parent has not waited for it does not count.
-        True if unknown.
-        """
+        """Whether the process runs or is stopped. A zombie counts as ended. True if /proc cannot be read."""
         try:
             state, started = state_and_start(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return False
         except OSError:
             return True  # /proc may be unreadable, as under hidepid: unknown is not dead
-        # Another start time: the number belongs to a new process. Z: killed, but not waited for, as a shell's child may be.
+        # Another start time: the number belongs to a new process. Z: a zombie, whose parent has not waited for it.
         return started == self.started and state not in "ZX"
 
     def is_stopped(self) -> bool:
@@ -178,9 +176,9 @@ class Process:
 
 
 class Presence:
-    """The processes of the job, as seen by one of them. On the store there is one key for each, and one for a death.
+    """The processes of the job, as one of them sees them. The store has a key for each process and for each death.
 
-    Safe for concurrent use: an asynchronous save and a load look at once.
+    Safe for concurrent use: an asynchronous save and a load may look at the same time.
     """
 
     def __init__(self, store: "dist.Store", rank: int) -> None:
@@ -193,22 +191,19 @@ class Presence:
         self._lost_read = 0
 
     def announce(self) -> None:
-        """Announces this process to the ranks of this host that see the same processes by the same numbers.
-
-        Without /proc no other rank sees it.
-        """
+        """Announces this process to the ranks in the same boot and pid namespace. Without /proc no other rank sees it."""
         try:
             # Process ids compare only within one boot and one pid namespace: containers of a host each have their own.
             host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
             this = Process(self._rank, os.getpid(), state_and_start(os.getpid())[1])
         except OSError as exc:
-            log.warning("other ranks cannot see whether this one lives: %s", exc)
+            log.warning("other ranks cannot notice when this process ends: %s", exc)
             return
         self._host = host
         self._append(host, this)
 
     def find_lost(self) -> Mapping[int, Process]:
-        """The processes of the job that have ended, by rank of the job, as far as a rank on their host has found out."""
+        """The processes of the job that have ended, by rank of the job, if a rank on their host has noticed it."""
         self._lost_read = self._read("lost", self._lost_read, self._lost)
         if self._host is not None:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
@@ -220,15 +215,15 @@ class Presence:
         return self._lost
 
     def find_stopped(self) -> Mapping[int, int]:
-        """The processes of this host that are stopped now, by rank of the job, among those that the last look found."""
+        """The ids of this host's stopped processes, by rank of the job. `find_lost` must have read the processes before."""
         return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
 
     def _append(self, name: str, process: Process) -> None:
-        # The number is drawn before the entry is there: a reader stops at such a gap, and comes back.
+        # The count grows before the entry exists: a reader stops at such a gap, and continues there at its next look.
         self._store.set(f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode())
 
     def _read(self, name: str, done: int, found: dict[int, Process]) -> int:
-        """Adds the entries after the first `done`; returns how many are read now. One that is being written comes later."""
+        """Adds the entries after the first `done` to `found`. Returns the number of entries read so far."""
         count = self._store.add(name, 0)
         while done < count and self._store.check([f"{name}/{done + 1}"]):
             done += 1
@@ -242,14 +237,14 @@ class Presence:
 
 
 def describe_ended(ranks: Sequence[int]) -> RankFailed:
-    """The error for the other ranks. It names the rank that ended first, which may be the cause for the others."""
+    """The error for the remaining ranks. It names the rank that ended first, which may be why the others ended."""
     first, *others = (f"rank {rank}" for rank in ranks)
     since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
     return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
 
 
 def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
-    """The error and the hint for ranks of this host that are stopped; both empty without such ranks."""
+    """A message and a hint about the stopped ranks of this host; both empty if there are none."""
     if not stopped:
         return "", ""
     pids = " ".join(map(str, stopped.values()))
@@ -264,7 +259,7 @@ class _Known:
         self._group: Callable[[], Any] = lambda: None
         self._presence: Presence | None = None
         self._inherited: Callable[[], Any] = lambda: None
-        # A forked worker, as a data loader's, inherits the groups, but is not a rank in them.
+        # A forked worker, such as a data loader's, inherits the groups, but is not a rank in them.
         os.register_at_fork(after_in_child=self._inherit)
 
     def _inherit(self) -> None:
@@ -296,7 +291,7 @@ def announce() -> Presence | None:
 
 
 def check_is_rank() -> None:
-    """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
+    """Raises ConfigInvalid: this process was forked from a rank. Call it only in a job of several processes."""
     if _KNOWN.is_inherited():
         raise ConfigInvalid(
             "This process was forked from a rank. Its process groups belong to that rank, so it cannot exchange messages "

@@ -1,9 +1,9 @@
-"""Collectives of a gloo group that end once a rank has ended or left. In gloo itself only that rank's neighbours
-notice.
+"""Collectives of a gloo group that raise on every rank once a rank has ended or left. gloo itself raises only on that
+rank's neighbours.
 
 Each collective is begun asynchronously, and waited for in steps. Between two steps this rank looks for ranks that have
 ended. A collective that ends within the first step costs no further message. The messages are those of torch's object
-collectives, so a rank that calls those takes part in the same ones.
+collectives, so another rank may call torch's.
 """
 
 import pickle
@@ -27,7 +27,7 @@ from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed, 
 SEEK_S = 3.0
 """How long a rank whose collective has failed looks for the rank that ended, before it reports that none is known."""
 _LOOK_PER_RANK_S = 0.0005
-"""All ranks that wait look about 2,000 times a second in all, however many they are."""
+"""All waiting ranks together look about 2,000 times a second, however many they are."""
 _PAUSE_MAX_S = 0.25
 _NEW_GROUP = (
     "The ranks are out of step in this process group, and none of its collectives works any more. Start the "
@@ -52,16 +52,17 @@ def is_broken(group: Any) -> bool:
 
 
 Missed = tuple[int, ReplicatedCkptError]
-"""Why a collective does not end: the rank that it is about, and the error that the ranks are told."""
+"""Why a collective does not end: the rank at fault, and the error that all ranks raise."""
 
 
 class WatchedGroup:
     """The object collectives that DCP uses, of one group. One thread at a time.
 
-    If a rank has ended or left, each of them raises a CheckpointException that is also RankFailed or RendezvousFailed,
-    on every rank that waits. Then the group is broken, and each later collective of it raises the same error at once.
-    This object holds no reference to the group, because `destroy_process_group` ends gloo's threads only then. After
-    that call the error is also ConfigInvalid.
+    If a rank has ended or left, a collective raises on every rank that waits: a CheckpointException that is also RankFailed
+    or RendezvousFailed. The group is broken then, and each later collective raises the same error at once.
+
+    This object holds no reference to the group, because `destroy_process_group` ends gloo's threads only if nothing else
+    holds it. After that call, a collective raises a CheckpointException that is also ConfigInvalid.
     """
 
     def __init__(self, group: Any, board: Blackboard) -> None:
@@ -69,9 +70,9 @@ class WatchedGroup:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._look_every_s = max(LOOK_EVERY_S, _LOOK_PER_RANK_S * self._size)
         self.coordinator = 0
-        """Its rank in the group: DCP's deprecated calls may name another one than rank 0."""
+        """The coordinator's rank in the group. DCP's deprecated calls may name another one than 0."""
         self.on_break: Callable[[], object] = lambda: None
-        """Called before a collective that has not come to its end raises."""
+        """Called before an unfinished collective raises."""
 
     @property
     def _group(self) -> Any:
@@ -93,7 +94,7 @@ class WatchedGroup:
         with self._leaving():
             own = _as_bytes(value)
             sizes = self._gather_sizes(own)
-            # gloo gathers tensors of one size only: all are padded to the longest.
+            # gloo gathers only tensors of one size: all are padded to the longest.
             longest = max(sizes)
             is_here = self._rank == self.coordinator
             found = [_room_for(longest) for _ in range(self._size)] if is_here else None
@@ -145,10 +146,10 @@ class WatchedGroup:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Begins nothing in a broken group. If an error ends the block, the ranks that wait for this rank get that
-        error.
+        """For the block of one collective. In a broken group it raises at once. If an error ends the block, the ranks that
+        wait for this rank get that error.
         """
-        group = self._held()  # to the end of the block
+        group = self._held()  # a strong reference until the end of the block
         if group is None:
             self.on_break()
             raise as_checkpoint_exception(ConfigInvalid(_DESTROYED, _DESTROYED_HINT), self._rank)
@@ -165,7 +166,7 @@ class WatchedGroup:
             raise
 
     def leave(self, what: str, exc: BaseException) -> None:
-        """Marks the group as broken, and posts the reason. Ranks that wait for this rank in a collective raise that."""
+        """Marks the group as broken, and posts `exc` as the reason. Ranks that wait for this one in a collective raise it."""
         why = RankFailed(f"Rank {self._rank} left {what} with {type(exc).__name__}: {exc}", _ITS_LOG)
         _broken[self._group] = why
         self._tell_left(why)
@@ -199,7 +200,7 @@ class WatchedGroup:
         """Why a collective failed here: a rank that ended, left or is stopped; else the failure itself."""
         wait = Wait(SEEK_S, _PAUSE_MAX_S)
         while not wait.is_over:
-            # The other ranks of a dead one's host note its end at their next look, up to a second from now.
+            # The other ranks on an ended rank's host notice its end at their next look, up to a second from now.
             missed = self._look() or (self._find_stopped() if wait.waited_s > LOOK_AFTER_S else None)
             if missed is not None:
                 return missed
@@ -217,7 +218,7 @@ class WatchedGroup:
         return (next(iter(stopped)), RankFailed(what, f"{hint} {_NEW_GROUP}")) if stopped else None
 
     def _tell_left(self, why: ReplicatedCkptError) -> None:
-        with suppress(RendezvousFailed):  # the c10d store does not answer: the others find that, too
+        with suppress(RendezvousFailed):  # the c10d store does not answer: the other ranks notice that, too
             self._board.tell_left(why)
 
     def _break(self, rank: int, error: ReplicatedCkptError) -> ReplicatedCkptError:
@@ -230,7 +231,7 @@ def _is_over(work: Any, within_s: float) -> bool:
     """Whether a collective has ended. Raises its error."""
     try:
         work.wait(timedelta(seconds=within_s))
-    except RuntimeError:  # a failure, or torch's own time-out: the collective goes on then
+    except RuntimeError:  # the collective's failure; or torch's time-out, and the collective goes on
         if not work.is_completed():
             return False
         work.wait()  # raises its failure; returns if it ended at this moment

@@ -30,7 +30,7 @@ _cached_by_group: dict[str, CachedDecisions] = {}
 
 
 class _Session:
-    """Names this process. A process that is forked from it is another one and draws a name of its own."""
+    """A random name of this process. A forked child draws its own."""
 
     def __init__(self) -> None:
         self._draw()
@@ -51,9 +51,9 @@ def session_of(group_name: str) -> str:
 class World:
     """The ranks of one DCP call. `blackboard` is None for a call in a single process.
 
-    `is_load`: the nodes pin the found save, because it is read next; a mere search pins nothing. `is_restore`: they also
-    count the load, because a call of DCP fills a state. An export pins, but is not counted. `watched`: the collectives of
-    its group, if they can be watched.
+    `is_load`: the nodes pin the found save, because it is read next. A mere search pins nothing. `is_restore`: they also
+    count the load, because a call of DCP fills a state. An export pins the save, but is not counted. `watched`: the
+    collectives of its group. None if they cannot be watched.
     """
 
     rank: int
@@ -66,17 +66,17 @@ class World:
 
     @property
     def session(self) -> str:
-        """Names the saves that this process coordinates on this group. An uncommitted save has ended once the next one
-        begins.
+        """The session of the saves that this process coordinates on this group. Once a save of a session begins, an earlier
+        uncommitted one has ended.
         """
         return session_of(self.group_name)
 
     def session_of_writer(self, name: str) -> str:
-        """As `session`. On one process alone, several writers may save at once: each of them has a session of its own."""
+        """As `session`. In a job of one process several writers may save at once, so each has a session of its own."""
         return self.session if self.blackboard is not None else f"{self.session}{WRITER}{name}"
 
     def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:
-        """Has the DCP call under way use collectives that notice a rank that has ended. Called in its first step.
+        """Has the DCP call under way use collectives that notice a rank that has ended. Call it in DCP's first step.
 
         `on_break` is called on a rank before such a collective raises there.
         """
@@ -98,7 +98,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     call = find_call()
     if no_dist is None:
         no_dist = call.no_dist if call is not None else False
-    # With no_dist the other ranks take no part: any message to them would hang.
+    # With no_dist the other ranks take no part: a message to them would hang.
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
     check_is_rank()
@@ -115,9 +115,9 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
 
 
 def watch_first_step(process_group: Any) -> None:
-    """Has the DCP call under way notice a rank that is gone, even if its planner raises before any hook of ours.
+    """Has the DCP call under way notice a rank that has ended, even if the planner raises before any hook of ours.
 
-    Called in its first step, before the planner is given anything. Raises ConfigInvalid: as `world_of_call`.
+    Call it in DCP's first step, before the planner gets anything. Raises ConfigInvalid: as `world_of_call`.
     """
     if find_call() is not None:
         world_of_call(process_group, None).watch_call()
@@ -125,9 +125,9 @@ def watch_first_step(process_group: Any) -> None:
 
 @contextmanager
 def telling_if_left(process_group: Any) -> Iterator[None]:
-    """If an interrupt ends the block, in which an asynchronous save is staged, posts that to the other ranks.
+    """For the block that stages an asynchronous save. If an exception ends the block, posts that to the other ranks.
 
-    They may have begun the save. Without the post they would wait until their group's time-out.
+    They may have begun the save, and would otherwise wait until their group's time-out.
     """
     try:
         yield
@@ -148,9 +148,9 @@ def watch_group(group: Any) -> WatchedGroup:
 
 
 def await_ranks(group: Any, name: str, deadline_s: float, what: str) -> None:
-    """Returns once all ranks of a group have called this with this name, which no other call has, or after `deadline_s`.
+    """Returns once all ranks of a group have called this with this name, or after `deadline_s`. No other call has the name.
 
-    Raises RankFailed: the process of one has ended. RendezvousFailed: the c10d store does not answer.
+    Raises RankFailed: a rank's process has ended. RendezvousFailed: the c10d store does not answer.
     """
     lost = _set_up_rendezvous(group, str(group.group_name))[0].await_all(name, deadline_s, what)
     if lost:
@@ -159,7 +159,7 @@ def await_ranks(group: Any, name: str, deadline_s: float, what: str) -> None:
 
 def _set_up_rendezvous(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
     presence, members = announce(), dist.get_process_group_ranks(group)
-    # By group: a World lives for one call, and what ranks have cached must outlive it.
+    # By group: a World lives for one call, and the ranks' caches must outlive it.
     kept = _cached_by_group.setdefault(name, CachedDecisions())
     store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
     board = Blackboard(
@@ -174,7 +174,7 @@ def _set_up_rendezvous(group: Any, name: str) -> tuple[Blackboard, WatchedGroup 
 
 
 def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
-    """The ranks of a group of these members whose processes are known to have ended, in the order of their ends."""
+    """The ranks in the group of these members whose processes are known to have ended, in the order of their ends."""
     with reaching_store():
         lost = presence.find_lost() if presence is not None else {}
     rank_by_member = {member: rank for rank, member in enumerate(members)}
@@ -182,6 +182,6 @@ def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
 
 
 def _find_stopped(presence: Presence | None, members: Sequence[int]) -> Mapping[int, int]:
-    """The ranks of a group of these members that are stopped on this host, with their processes."""
+    """The ranks in the group of these members that are stopped on this host, with their process ids."""
     stopped = presence.find_stopped() if presence is not None else {}
     return {rank: stopped[member] for rank, member in enumerate(members) if member in stopped}

@@ -1,4 +1,7 @@
-"""The report of a rank's save or load: sent to its node's agent for metrics, kept in a file, and recorded as spans."""
+"""The report of a rank's save or load: sent to its node's agent for metrics, kept in a file, and recorded as spans.
+
+No other node gets a message.
+"""
 
 import logging
 import socket
@@ -22,7 +25,7 @@ _WITHIN_S = 0.2
 
 
 def report_failed(store: LocalStore, kind: Kind, checkpoint_id: str, rank: int, seconds: float, error: object) -> None:
-    """Sends the class of the error with which this rank's save or load has failed."""
+    """Reports that this rank's save or load failed, with the class of its error."""
     host, named = socket.gethostname(), type(error).__name__
     send_report(
         store, RankReport(kind, one_line(checkpoint_id, 500), "", rank, host, time.time(), seconds, error=named)
@@ -30,21 +33,21 @@ def report_failed(store: LocalStore, kind: Kind, checkpoint_id: str, rank: int, 
 
 
 def send_report(store: LocalStore, report: RankReport) -> None:
-    """Sends one report, and waits for no answer. The save or load has ended: a report that is lost is only logged.
+    """Sends one report without waiting for an answer, and records it as spans.
 
-    It also becomes spans, where this process has a tracer.
+    The save or load has ended, so a lost report is only logged.
     """
     call_back(record_spans, report)  # a user's exporter may raise
     try:
         with connect(store.root_agent_directory(), _WITHIN_S) as connection:
             send_message(connection, {"report": report.without_picture.to_json()})
-    # No agent runs, as after a save of one process alone; or it hangs, or is another user's.
+    # No agent runs, as after a save by a single process. Or the agent hangs, or belongs to another user.
     except (OSError, StoreDenied) as exc:
         log.debug("this node's agent did not get the report of a %s: %s", report.kind, exc)
 
 
 def report_ended(store: LocalStore, report: RankReport) -> None:
-    """Sends the report of a save or load that has succeeded, and keeps it. One that cannot be kept is only logged."""
+    """Sends the report of a successful save or load, and keeps it in a file. A failure to keep it is only logged."""
     send_report(store, report)
     try:
         RankReports(store).keep(report)
@@ -57,10 +60,11 @@ _SCOPE = "replicated_ckpt"
 
 
 def record_spans(report: RankReport) -> None:
-    """Records one rank's part as a span below the caller's, with a span for each phase. Its end was a moment ago.
+    """Records one rank's part as an OpenTelemetry span below the caller's, with a child span for each phase.
 
-    Without `opentelemetry.trace` in this process nothing happens; without a tracer provider its API drops the spans. Of the
-    phases that go on at once only the seconds are known, an attribute: their spans begin with the end of `plan`.
+    Does nothing unless the program has imported `opentelemetry.trace`. Without a tracer provider, OpenTelemetry drops the
+    spans. The phases between `plan` and `commit` overlap. Only their durations are known, so all of them begin when `plan`
+    ends.
     """
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None:

@@ -1,10 +1,11 @@
-"""Puts Python's cyclic garbage collection off while many objects are made that stay, or that are freed anyway.
+"""Pauses Python's cyclic garbage collector while code makes many objects that the collector would not free.
 
-Each collection of the oldest generation walks through every object of the process: 0.1 s in one that has imported torch,
-and every thread waits for it. DCP's planning of a thousand tensors makes enough objects to bring one about.
+A collection of the oldest generation visits every object of the process, and every thread waits for it: 0.1 s once torch
+is imported. DCP's planning of a thousand tensors makes enough objects to trigger one.
 
-A pause sets the threshold of collections to 0 instead of `gc.disable`. Other code calls that, and `gc.enable`, around
-parts that no collection may interrupt, as the capture of a CUDA graph. The end of a pause would switch it on for them.
+A pause sets the collector's threshold to 0, and does not call `gc.disable`. Other code calls `gc.disable` and `gc.enable`
+around work that no collection may interrupt, such as the capture of a CUDA graph. A `gc.enable` at the end of a pause
+would allow collections there.
 """
 
 import gc
@@ -15,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST_S = 10.0
-"""A Pause ends by itself after so long: its owner may wait for other ranks, or have failed."""
+"""A Pause ends by itself after this time: its owner may be waiting for other ranks, or have failed."""
 WATCHER = "replicated-ckpt-collections"
-"""The name of the thread that ends those. It lives as long as there is one, and up to LONGEST_S longer."""
+"""The name of the thread that ends overdue pauses. It ends at most LONGEST_S after the last pause."""
 
 _lock = threading.Lock()
 _users = 0
@@ -27,12 +28,12 @@ _before = gc.get_threshold()
 class Pause:
     """Keeps Python's cyclic garbage collector from running between `begin_pause` and `end_pause`, for at most LONGEST_S.
 
-    Safe to call from several threads. When the last pause ends, the thresholds are as before the first, unless other code
-    has set them meanwhile.
+    Safe to call from several threads. The end of the last pause restores the thresholds, unless other code has set them
+    meanwhile.
     """
 
     def begin_pause(self) -> None:
-        """Begins the pause, or prolongs it by another LONGEST_S. A process that may start no more threads gets none."""
+        """Begins the pause, or extends it to LONGEST_S from now. If no thread can be started, there is no pause."""
         global _watcher  # noqa: PLW0603 - one for the process
         with _lock:
             if _watcher is None:
@@ -40,7 +41,7 @@ class Pause:
                 watcher = threading.Thread(target=_end_late, name=WATCHER, daemon=True)
                 try:
                     watcher.start()
-                except RuntimeError:  # a pause without an end would be worse than none
+                except RuntimeError:  # a pause that never ends would be worse than none
                     return
                 _watcher = watcher
             if self not in _ends:
@@ -60,7 +61,7 @@ _watcher: threading.Thread | None = None
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """No cyclic collection of this process during the block, as in a Pause.
+    """Prevents cyclic collections in this process during the block, however long it takes.
 
     With collections, unpickling the metadata of a million items takes three to four times as long.
     """
@@ -74,7 +75,7 @@ def put_off() -> Iterator[None]:
 
 
 def _end_late() -> None:
-    """The watcher thread: ends each pause that has lasted for too long, until there is no pause."""
+    """The watcher thread: ends overdue pauses, until no pause is left."""
     global _watcher  # noqa: PLW0603 - as above
     while True:
         with _lock:
@@ -99,8 +100,8 @@ def _begin() -> None:
 
 def _end() -> None:
     global _users  # noqa: PLW0603 - as above
-    _users = max(0, _users - 1)  # after a fork, a block of the parent's may end here
-    # Thresholds that other code has set meanwhile stay.
+    _users = max(0, _users - 1)  # a block that began before a fork may end in the child
+    # Otherwise other code has set the thresholds meanwhile.
     if not _users and gc.get_threshold()[0] == 0:
         gc.set_threshold(*_before)
 

@@ -1,8 +1,8 @@
 """The only place that imports or calls private parts of torch.
 
-tests/dcp/test_torch_private.py holds each to the supported range.
+tests/dcp/test_torch_private.py checks each on the supported versions.
 
-Each is here because no public name serves. DCP passes neither the process group nor the outcome of its last step to a
+Each is here because torch has no public name for it. DCP passes neither the process group nor the outcome of its last step to a
 storage writer or reader. The c10d store has no public getter, and the entries of `.metadata` are of private classes.
 DCP's planners name nested entries in a way of their own.
 """
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePre
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
-__all__ = ["DTensor", "OldTensorProperties", "ShardedTensor", "StorageInfo", "StoragePrefix"]  # of those of torch's
+__all__ = ["DTensor", "OldTensorProperties", "ShardedTensor", "StorageInfo", "StoragePrefix"]  # torch's names for other modules
 
 MemoryFormat, OldMemoryFormat = dcp_metadata._MEM_FORMAT_ENCODING, old_metadata.MEM_FORMAT_ENCODING  # noqa: SLF001
 layout_of = torch.serialization._get_layout  # noqa: SLF001
@@ -55,8 +55,8 @@ class DcpCall:
 def find_call() -> DcpCall | None:
     """The DCP call on this thread's stack; None without one.
 
-    Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and pass neither on to
-    the storage writer or reader. Those need them to meet the other ranks, or to wait for none.
+    A storage writer or reader needs both arguments to reach the other ranks, or to wait for none. Seen on torch 2.7 to
+    2.15: the entry points have these parameters, and do not pass them on.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENTRY_POINTS:
@@ -67,7 +67,9 @@ def find_call() -> DcpCall | None:
 
 @dataclass(frozen=True)
 class AsyncCall(DcpCall):
-    """A `dcp.async_save` under way. With `in_process`, another process saves. The call will return `future`, once made."""
+    """A `dcp.async_save` under way. `in_process`: a separate process saves. `future`: what the call will return, or None
+    until it has made one.
+    """
 
     in_process: bool
     future: "Future[Any] | None"
@@ -76,8 +78,8 @@ class AsyncCall(DcpCall):
 def find_async_call() -> AsyncCall | None:
     """The `dcp.async_save` on this thread's stack; None without one.
 
-    Seen on torch 2.15: it has the parameter `async_checkpointer_type`, calls the stager's `stage` before it has a future,
-    and its `synchronize_staging` when it has one. The stager gets neither as an argument.
+    The stager gets none of this as an argument. Seen on torch 2.15: `async_save` has the parameter
+    `async_checkpointer_type`. It calls the stager's `stage` before it makes the future, and `synchronize_staging` later.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER, "async_save"):
@@ -106,14 +108,14 @@ class Collectives(_ByCoordinator, Protocol):
         """This rank in the group."""
 
     def get_world_size(self) -> int:
-        """The number of its ranks."""
+        """The number of ranks in the group."""
 
 
 class StepCollectives(_ByCoordinator, Protocol):
     """The collectives of the steps of DCP."""
 
     coordinator: int
-    """Its rank in the process group."""
+    """The coordinator's rank in the process group."""
 
     def scatter_object(self, values: list[Any] | None, /) -> Any:
         """The coordinator's value for this rank."""
@@ -121,19 +123,19 @@ class StepCollectives(_ByCoordinator, Protocol):
 
 _LEAVING = "create_global_plan", "finish_plan"
 _OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
-"""By method of DCP's wrapper of a process group: the collective by which the ranks get the call's outcome.
+"""By the method in which `follow_step` is called: the last collective of the DCP call, which sends its outcome to the ranks.
 
-A save ends with the step that it writes in, an `all_reduce`. A load plans in a `reduce_scatter`, and reads in a step of its
-own after it, which ends with an `all_gather_object`.
+A save writes in its last step, an `all_reduce`, which ends with a `broadcast_object`. A load plans in a `reduce_scatter`.
+It then reads in a step that ends with an `all_gather_object`.
 """
 
 
 def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
-    """Has the DCP call under way run `exchange(collectives, value)` in place of its last collective; False: no call is.
+    """Replaces the last collective of the DCP call under way by `exchange(collectives, value)`. False: no call is under way.
 
-    Called by a storage writer while it writes, and by a reader while it plans: then a rank that fails before it reads takes
-    part in the same exchange. The wrapper belongs to this one call of DCP, so nothing must be restored. Seen on torch 2.7,
-    2.13 and 2.15.
+    A storage writer calls this while it writes, and a reader while it plans. A rank that fails before it reads then still
+    takes part in the exchange. DCP makes a wrapper for each call, so nothing has to be restored after a failure. Seen on
+    torch 2.7, 2.13 and 2.15.
     """
     wrapper, step = _wrapper_of_step()
     if wrapper is None:
@@ -144,10 +146,10 @@ def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
 
 
 def use_collectives(collectives: StepCollectives) -> bool:
-    """Has the DCP call under way use these collectives, from here to its end; False: no call is under way.
+    """Has the DCP call under way use these collectives until its end. False: no call is under way.
 
-    Called by a storage writer or reader in the first step, before its first collective. Seen on torch 2.7 and 2.15: a step
-    gathers, then scatters or broadcasts, by these methods of one wrapper.
+    A storage writer or reader calls this in DCP's first step, before its first collective. Seen on torch 2.7 and 2.15: a
+    step gathers, then scatters or broadcasts, by these methods of one wrapper.
     """
     wrapper, _ = _wrapper_of_step()
     if wrapper is None:
@@ -159,10 +161,10 @@ def use_collectives(collectives: StepCollectives) -> bool:
 
 
 def leaves_plans(reader: object) -> bool:
-    """Whether DCP uses this very reader, and a planner that leaves plans as they are: then one may travel without items.
+    """Whether DCP uses this reader, and a planner that does not change plans. Plans may then be sent without their items.
 
-    Seen on torch 2.7 to 2.15: `DefaultLoadPlanner.create_global_plan` and `finish_plan` return what they are given, and
-    DCP's `_load_state_dict` calls nothing else of the planner and the reader between `prepare_local_plan` and `read_data`.
+    Seen on torch 2.7 to 2.15: `DefaultLoadPlanner.create_global_plan` and `finish_plan` return their argument. DCP's
+    `_load_state_dict` calls no other method of the planner or the reader between `prepare_local_plan` and `read_data`.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_LOADER, "_load_state_dict"):
@@ -176,7 +178,7 @@ def leaves_plans(reader: object) -> bool:
 
 
 def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:
-    """DCP's wrapper of the process group of the call under way, and the method that does its step."""
+    """DCP's process group wrapper in the call under way, and its method that runs the step. None and "" without a call."""
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         # Other libraries have methods of these names: only DCP's own wrapper counts.
         wrapper = frame.f_locals.get("self") if frame.f_code.co_name in _OUTCOMES else None
@@ -188,7 +190,10 @@ def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:
 def _once(
     found: "weakref.ref[_DistWrapper]", name: str, exchange: Callable[[Collectives, Any], Any]
 ) -> Callable[[Any], Any]:
-    """Restores the wrapper's method, and calls `exchange` with the wrapper. No reference cycle keeps the wrapper alive."""
+    """A replacement for a method of the wrapper: it restores the method, then calls `exchange` with the wrapper.
+
+    It holds the wrapper weakly: a reference cycle would keep the wrapper alive.
+    """
     before = vars(found()).get(name)
 
     def call(value: Any) -> Any:
@@ -224,7 +229,7 @@ def default_store() -> "dist.Store":
 
 
 def metadata_version() -> str | None:
-    """The format version that stock FileSystemWriter writes into `.metadata`, where this torch has one."""
+    """The format version that stock FileSystemWriter writes into `.metadata`. None: this torch writes none."""
     from torch.distributed.checkpoint import filesystem
 
     return getattr(filesystem, "CURRENT_DCP_VERSION", None)
@@ -238,8 +243,8 @@ def flatten(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple
 
 @cache
 def flattening_holds_tensors() -> bool:
-    """Whether tensors that DCP's planner has flattened stay until Python's cyclic collector runs: on 2.7 and 2.8, not
-    on 2.15.
+    """Whether DCP's flattening keeps tensors in memory until Python's cyclic collector runs: on torch 2.7 and 2.8, but
+    not on 2.15.
     """
     tensor = torch.empty(0)
     held = weakref.ref(tensor)
@@ -259,7 +264,7 @@ def narrow(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
 def with_shards(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
     """The same sharded tensor, with its metadata, over other data of this rank. No collective is called."""
     properties = tensor.metadata().tensor_properties
-    # Not by its constructor, which calls a collective: the other ranks take no part here.
+    # Not by the constructor: it calls a collective, in which the other ranks would take no part.
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
         tensor.sharding_spec(),
@@ -275,15 +280,15 @@ def with_shards(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
-    """This rank's part. `DTensor.to_local` makes another tensor of it at each call."""
+    """This rank's part. `DTensor.to_local` makes a new tensor at each call."""
     return tensor._local_tensor  # noqa: SLF001
 
 
 def with_local_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
     """A DTensor of the same layout over another part.
 
-    `__tensor_flatten__` and back, which is public, makes a layout anew for each and takes twenty times as long. Its
-    `__init__` does nothing, by way of torch.compile. Seen on torch 2.7 to 2.15.
+    The public way, by `__tensor_flatten__` and back, makes each layout anew and takes twenty times as long. `__init__` is
+    not called: it does nothing, but passes through torch.compile. Seen on torch 2.7 to 2.15.
     """
     made: Any = DTensor
     copied: DTensor = made.__new__(made, part, tensor._spec, requires_grad=tensor.requires_grad)  # noqa: SLF001

@@ -22,7 +22,7 @@ _BETWEEN = {"replicated_ckpt", "torch", "concurrent", "contextlib", "functools",
 
 @dataclass(frozen=True)
 class Line:
-    """A line of source, as `warnings` wants it."""
+    """A line of source, with the fields that `warnings` takes."""
 
     filename: str
     number: int
@@ -30,7 +30,7 @@ class Line:
 
 
 def find_line() -> Line | None:
-    """The innermost line on this thread's stack that is the user's; None in a thread that DCP has started."""
+    """The innermost line of user code on this thread's stack. None in a thread that DCP has started."""
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         module = str(frame.f_globals.get("__name__", "<unknown>"))
         if module.partition(".")[0] not in _BETWEEN:
@@ -58,9 +58,9 @@ _HANDS_ON = "replicated_ckpt.dcp.preemption"
 
 
 def is_interrupting() -> bool:
-    """Whether the user's line interrupts code of this room, as a signal handler does. A callback does not interrupt it.
+    """Whether user code that interrupted this package, such as a signal handler, made this call. A callback does not count.
 
-    The code below it on the stack may hold a lock that the call would wait for.
+    The interrupted code may hold a lock for which the call would wait forever.
     """
     is_users = False
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
@@ -77,8 +77,8 @@ _RANKS_SHOWN_MAX = 3
 
 
 def describe_failure(error: BaseException) -> str:
-    """A description of the error. For DCP's error, it has the error of each rank; those that only repeat another rank's
-    come last.
+    """The error in one line. For a CheckpointException it lists the errors by rank: at most three, and SaveAborted last,
+    because that only follows from another rank's error.
     """
     if not isinstance(error, CheckpointException) or isinstance(error, ReplicatedCkptError):
         return _describe(error)
@@ -90,14 +90,14 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """With the error's notes, which name its host or entry."""
+    """Class, text and notes of an error. The notes name its host or entry."""
     notes = "".join(f" ({note.rstrip('.')})" for note in getattr(error, "__notes__", ()))
     return one_line(f"{type(error).__name__}: {error}{notes}")
 
 
 def as_checkpoint_exception(error: ReplicatedCkptError, rank: int) -> ReplicatedCkptError:
-    """The error, made so that `except CheckpointException` catches it, too. Its `failures` has it under this rank."""
-    # An error passes several hooks on its way out; the first has wrapped it.
+    """The same error, which `except CheckpointException` catches, too. Its `failures` has the error under this rank."""
+    # An error may pass several hooks on its way out, and the first has wrapped it.
     if isinstance(error, CheckpointException):
         return error
     own: Any = type(error)
@@ -112,7 +112,10 @@ def as_checkpoint_exception(error: ReplicatedCkptError, rank: int) -> Replicated
 
 @functools.cache
 def _both(kind: Any) -> Any:
-    """A class of both kinds, with the name and the text of ours. Pickled, it becomes ours and is made one of both again."""
+    """A subclass of our error class and of CheckpointException, with the name of ours.
+
+    Its pickle contains our own error, which unpickling wraps again.
+    """
 
     def reduced(self: Any) -> tuple[Any, ...]:
         ((rank, (error, _)),) = self.failures.items()
@@ -123,10 +126,10 @@ def _both(kind: Any) -> Any:
 
 
 def call_back(function: Callable[[Any], object] | None, report: object) -> None:
-    """Calls the user's function. An error of it is logged: the save or load has succeeded all the same."""
+    """Calls the user's function, if there is one. Its error is only logged: it does not affect the save or load."""
     if function is None:
         return
     try:
         function(report)
-    except (Exception, CheckpointException):  # DCP's own is not an Exception
+    except (Exception, CheckpointException):  # a CheckpointException is no Exception
         log.exception("%r raised an exception; the save or load that it reports is not affected", function)
