@@ -35,7 +35,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClo
 
 
 class SaveCallback:
-    """Calls `on_save`. During an asynchronous save, a callback that waited for that save would never end."""
+    """Calls `on_save`, and refuses calls from it that would wait for the asynchronous save under way."""
 
     def __init__(self, on_save: Callable[[SaveReport], object] | None) -> None:
         check_callable("on_save", on_save)
@@ -92,7 +92,7 @@ class CheckpointManager:
         ack: the level, as of ReplicatedWriter, that a checkpoint has when `save` returns, or `wait` after `async_save`.
         domain: failure domain of this node (rack, switch, zone). Copies go to other domains where possible.
             None: REPLICATED_CKPT_DOMAIN, else its host.
-        object_store: a bucket to which the checkpoints are uploaded. `storage_options` has the access to it.
+        object_store: a bucket to which the checkpoints are uploaded. `storage_options`: its credentials and endpoint.
         object_every: upload only every n-th checkpoint. With a memory tier, only saves to the disk count.
         memory: a second store in memory, for every checkpoint and its copies: True (in /dev/shm), or a directory in a
             tmpfs. It keeps two checkpoints. If a node lacks the memory for three, the save raises MemoryTierShort.
@@ -295,9 +295,9 @@ class CheckpointManager:
         `step` None: the newest complete one that is not rejected. Tensors are filled in place. Other values are replaced in
         `state`.
 
-        Nodes count such restores until the next save. From the third of one checkpoint on, rank 0 warns. With `max_tries`,
-        one that was restored so often is skipped: the next older complete one is loaded, or the newest one if all were.
-        Rank 0's `max_tries` counts.
+        Nodes count restores without a step until the next save. Rank 0 warns from the third restore of one checkpoint on.
+        `max_tries` skips a checkpoint that was restored so often, and loads the next older complete one. If all were
+        restored so often, the newest one is loaded. Rank 0's `max_tries` counts.
 
         Raises:
             ConfigInvalid: `max_tries` with a step or a memory tier. CheckpointRejected: without `step`, all are rejected.
@@ -375,15 +375,16 @@ class CheckpointManager:
         return None if best is None else find_step(best.checkpoint_id)
 
     def reject(self, step: SupportsIndex, *, undo: bool = False) -> tuple[str, ...]:
-        """Has `restore` without a step, and every other load of "latest", skip this step; with `undo`, not any more.
+        """Marks this step, so that `restore` without a step, and every other load of "latest", skip it. `undo` removes the
+        mark.
 
-        The mark lies on all nodes that answer, and in the bucket. A load by step still takes it, with a warning. A later
-        save of the step is not rejected. Returns the nodes that were not reached, with the reasons. Each learns of the mark
-        once it is back.
+        The mark lies on all nodes that answer, and in the bucket. A load by step still loads it, with a warning. A later
+        save of the step is not rejected. Returns the nodes that were not reached, with the reasons. Each gets the mark once
+        it is back.
 
         Raises:
-            CheckpointNotFound: no node that answered has the step. AgentUnavailable, StoreError: the mark is not everywhere
-                that answers. Call `reject` again.
+            CheckpointNotFound: no node that answered has the step. AgentUnavailable, StoreError: the mark is missing on a
+                node that answers, or in the bucket. Call `reject` again.
         """
         self._check_open("reject")
         checkpoint_id = id_of(step)
@@ -393,12 +394,12 @@ class CheckpointManager:
     def delete(self, step: SupportsIndex) -> bool:
         """Removes a step from every node of this job and from the bucket. Returns False if there is none.
 
-        Re-protection does not restore the step, and it may be saved again. A node that has it and no rank of this job keeps
-        its copy until you run `replicated-ckpt rm` there. If another job reads the step, it is removed afterwards.
+        Re-protection does not restore the step, and it may be saved again. A node without a rank of this job keeps its copy
+        until you run `replicated-ckpt rm` there. If another job reads the step, it is removed afterwards.
 
         Raises:
             StoreUnavailable: no save of the step was found, and not all nodes answered. Or stock torch wrote it.
-            AgentUnavailable, StoreError: the step is still on a node or in the bucket. The others have removed it. Call
+            AgentUnavailable, StoreError: the step is still on a node or in the bucket, and removed elsewhere. Call
                 `delete` again.
         """
         self._check_open("delete")
@@ -439,7 +440,7 @@ class CheckpointManager:
             ConfigInvalid: the process groups were destroyed before that save had ended, and it is lost.
         """
         self._check_caller("close")
-        # First: it refuses in another thread than the main one, and then nothing is closed.
+        # First: it raises in any thread but the main one, and then nothing is closed.
         self._preemption.close()
         self._is_closed = True
         with contextlib.closing(self._checkpoints):
@@ -459,7 +460,8 @@ class CheckpointManager:
             )
 
     def _settle(self) -> None:
-        if self._saved_by != os.getpid():  # this was forked meanwhile, and has no thread that ends that save
+        """Waits for the asynchronous save in flight, and raises its error."""
+        if self._saved_by != os.getpid():  # a forked child: none of its threads ends that save
             self._in_flight = None
         if self._in_flight is None:
             return
@@ -477,5 +479,5 @@ class CheckpointManager:
                 "Call wait() or close() on every rank before destroy_process_group.",
             ) from exc
         finally:
-            if future.done():  # else who waited was interrupted, and the next call waits
+            if future.done():  # otherwise the wait was interrupted, and the next call waits again
                 self._in_flight = None

@@ -46,9 +46,10 @@ _OF_READER_TOO = ("object_store", "storage_options")
 
 
 def see_newest(look: Callable[[], object]) -> None:
-    """Called before an older checkpoint is loaded: the next save must be newer than all there are, in the bucket, too.
+    """Finds the newest checkpoint by `look` before an older one is loaded: the next save must be newer than all existing
+    ones, also those in the bucket.
 
-    Raises RendezvousFailed, RankFailed: the ranks do not meet. Other errors of the newest checkpoint do not stop this load.
+    Raises RendezvousFailed, RankFailed: the ranks do not meet. Other errors are only logged, and do not stop the load.
     """
     try:
         look()
@@ -59,14 +60,14 @@ def see_newest(look: Callable[[], object]) -> None:
 
 
 class NamedCheckpoints:
-    """One store of a job. Called by all ranks, in the same order, and over a group of its own, as CheckpointManager.
+    """One store of a job, with a gloo group of its own. All ranks call its methods in the same order.
 
     Args:
         root: this node's store.
         options: arguments of ReplicatedWriter; the reader gets the bucket, too.
         reader_options: other arguments of ReplicatedReader.
-        newest: what "latest" means here, as str(Newest(...)): only names of the caller's form, say.
-        is_tier: whether this is one of two tiers, whose caller looks for the tier of an earlier job.
+        newest: the name that stands for "latest" here, as str(Newest(...)), which may allow only names of one form.
+        is_tier: whether this is one of two tiers. Their owner looks for the memory tier of an earlier job.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class NamedCheckpoints:
             yield self._group
 
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
-        """Returns when the checkpoint is committed. One of that name stays loadable until then."""
+        """Returns when the checkpoint is committed. An earlier checkpoint of that name stays loadable until then."""
         self._look_for_left_tier(checkpoint_id)
         self.writer.note({} if notes is None else notes)
         with self.use_group() as group:
@@ -140,7 +141,7 @@ class NamedCheckpoints:
         *,
         max_tries: int | None = None,
     ) -> str:
-        """Fills `state`; returns the name of the loaded checkpoint, which differs if `newest` was asked for.
+        """Fills `state`. Returns the name of the loaded checkpoint, which differs from `checkpoint_id` if that is `newest`.
 
         `max_tries`: `newest` skips a checkpoint that was restored so often without a later save.
         """
@@ -150,8 +151,8 @@ class NamedCheckpoints:
             # Also on an error: a lock that stays would keep the checkpoint from being removed.
             stack.callback(self.reader.let_go)
             self.reader.max_tries = max_tries
-            # Without it a save after a rollback would get a sequence below the newest, and "latest" would skip it.
-            if not (is_newest(checkpoint_id) or self._is_tier):  # of two tiers the caller has looked at both
+            # Without this, a save after a rollback would get a sequence below the newest, and "latest" would skip it.
+            if not (is_newest(checkpoint_id) or self._is_tier):  # the owner of two tiers has looked at both
                 beside = str(Newest(scope_of(checkpoint_id))) if self.newest == LATEST else self.newest
                 see_newest(lambda: self.reader.find(beside))
             dcp.load(
@@ -171,7 +172,7 @@ class NamedCheckpoints:
         """Loads the newest complete checkpoint and returns its name; None if there is none. `max_tries`: as of `load`."""
         if self.find(self.newest) is None:
             return None
-        # By its name alone, another run's of that name might be chosen.
+        # With the found name, `load` might choose another run's checkpoint of that name.
         return self.load(self.newest, state, planner, max_tries=max_tries)
 
     def find(self, name: str) -> str | None:
@@ -185,7 +186,7 @@ class NamedCheckpoints:
         return found
 
     def _look_for_left_tier(self, checkpoint_id: str) -> None:
-        """Once, in the first call that saves or looks: earlier jobs may have used a memory tier, unlike this one."""
+        """Looks for the memory tier of an earlier job, in the first call that saves or finds. This job may have none."""
         if not self._has_asked_of_tier:
             self._has_asked_of_tier = True
             with self.use_group() as group:
@@ -197,7 +198,7 @@ class NamedCheckpoints:
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
-        with contextlib.suppress(CheckpointRejected):  # there are some, and all can be loaded by their names
+        with contextlib.suppress(CheckpointRejected):  # all are rejected, and each can be loaded by its name
             if self.reader.find(self.newest) is None:
                 return ()
         with self.use_group() as group:
@@ -205,7 +206,7 @@ class NamedCheckpoints:
         return tuple(each for each in listed if each.is_whole)
 
     def reject(self, checkpoint_id: str, *, is_rejected: bool) -> tuple[str, ...]:
-        """Has "latest" skip a checkpoint, or not any more; returns the nodes that were not reached, with the reasons."""
+        """As `reject_everywhere`."""
         with self.use_group() as group:
             return reject_everywhere(self.reader, group, checkpoint_id, is_rejected=is_rejected)
 
@@ -244,7 +245,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Named:
-    """The saves to remove: those under one id, as rank 0 found them, and their lineage. `session`: rank 0's."""
+    """The saves to remove: those that rank 0 found under one id, and their lineage. `session`: rank 0's."""
 
     checkpoint_id: str
     save_ids: tuple[str, ...]
@@ -327,11 +328,13 @@ def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, c
 def reject_everywhere(
     reader: ReplicatedReader, group: Any, checkpoint_id: str, *, is_rejected: bool
 ) -> tuple[str, ...]:
-    """Returns the nodes that were not reached, with the reasons: each learns of it once it is back. All ranks call it.
+    """Rank 0 marks a checkpoint on all nodes that answer and in the bucket, so that "latest" skips it, or removes the mark.
+
+    All ranks call this. Returns the nodes that were not reached, with the reasons. Each gets the mark once it is back.
 
     Raises:
-        CheckpointNotFound: no place that answered has the id. AgentUnavailable, StoreError: it is not done everywhere; it
-        may be repeated.
+        CheckpointNotFound: no node that answered has the id, nor has the bucket. AgentUnavailable, StoreError: the mark is
+        not everywhere yet; repeat the call.
     """
     act = partial(_reject, checkpoint_id, is_rejected)
     return agree_on_first(group, lambda: reader.look_alone(act))

@@ -1,4 +1,4 @@
-"""Notice to leave: a signal that any rank got, reported to all ranks at the same step."""
+"""Preemption: a signal that any rank got, reported to all ranks at the same step."""
 
 import os
 import signal
@@ -16,13 +16,14 @@ from replicated_ckpt.errors import ConfigInvalid
 
 
 class Preemption:
-    """Catches signals from the beginning to `close`; `agree` returns on all ranks at once whether one of them got any.
+    """Catches signals until `close`. `agree` returns, at the same step on all ranks, whether any of them got one.
 
-    A signal reaches the ranks at different steps, or only one of them. So they reduce one number at each step, over a
-    gloo group of their own: a rank that saved or left alone would leave the others waiting in their next collective.
+    A signal reaches the ranks at different steps, or only one of them. A rank that saved or left alone would leave the
+    others waiting in their next collective. The ranks therefore reduce one number at each step, over a gloo group of
+    their own.
 
     Raises:
-        ConfigInvalid: signals are to be caught, and this is not the process's main thread.
+        ConfigInvalid: there are signals to catch, and this is not the process's main thread.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -47,9 +48,9 @@ class Preemption:
             self._previous[number] = signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        """Only sets a flag: batch systems send the same signal twice, and an earlier handler still gets it.
+        """Sets a flag, and calls the earlier handler. Batch systems may send the same signal twice.
 
-        In a child that was forked meanwhile, and has no step to agree at, the signal has its earlier effect.
+        In a forked child, which has no step at which to agree, the signal has its earlier effect.
         """
         previous = self._previous.get(number)
         # A data loader's worker, say: it must end as it would without a manager.
@@ -64,9 +65,9 @@ class Preemption:
             previous(number, frame)
 
     def agree(self) -> bool:
-        """Whether any rank got a signal before this call: the same answer on all ranks, and all of them must call.
+        """Whether any rank got a signal before this call. All ranks must call this, and get the same result.
 
-        Once true it stays true, and no rank communicates for it again.
+        Once true it stays true, and later calls send no message.
         """
         if self._previous and not self.is_agreed:
             self._flag.fill_(int(self._is_signalled))
@@ -77,7 +78,7 @@ class Preemption:
         return self.is_agreed
 
     def _watch(self, group: Any) -> WatchedGroup:
-        """Made once: the training loop asks at every step."""
+        """The collectives of the group. They are made once, because the training loop calls `agree` at every step."""
         if self._watched is None:
             self._watched = watch_group(group)
         return self._watched

@@ -52,12 +52,12 @@ class StepNotes:
 
 
 def notes_of_rank(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The notes of this rank for a save: rank 0's count. If they cannot be kept, the save fails, so on all ranks.
+    """The notes of this rank for a save. Only rank 0's are stored. If they cannot be stored, the save fails on all ranks.
 
-    Raises ConfigInvalid: it cannot be kept, and this process is alone.
+    Raises ConfigInvalid: they cannot be stored, and this process is alone.
     """
     is_alone = not dist.is_available() or not dist.is_initialized()
-    # Only rank 0's are kept: notes of other ranks must not fail the save.
+    # Notes of other ranks are not stored, and must not fail the save.
     if not is_alone and dist.get_rank():
         return {}
     try:
@@ -65,7 +65,7 @@ def notes_of_rank(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any]
     except ConfigInvalid as exc:
         if is_alone:
             raise
-        # Raised here on rank 0 alone, it would leave the others waiting in the save: the commit raises it on all ranks.
+        # Raised on rank 0 alone, the error would leave the others waiting in the save: the commit raises it on all ranks.
         return RefusedNotes(exc)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in two stores of each node, one in memory and one on a disk, of one lineage: every save in the first."""
+"""Checkpoints in two stores of each node, one in memory and one on a disk, with one lineage. Every save goes to memory."""
 
 import contextlib
 import logging
@@ -66,8 +66,8 @@ class TieredCheckpoints:
 
     Args:
         memory: True, or a directory in memory.
-        must_write_disk: called at each save, with the same result on all ranks: whether it goes to the disk, whatever
-            its sequence is.
+        must_write_disk: called at each save. Returns whether the save goes to the disk, whatever its sequence is; the same
+            on all ranks.
         others: as of NamedCheckpoints. `object_every` and `keep_every` of Retention count the saves on the disk.
     """
 
@@ -107,7 +107,7 @@ class TieredCheckpoints:
 
     @property
     def writer(self) -> ReplicatedWriter:
-        """The disk's, with the user's settings."""
+        """The disk's writer, which has the user's settings."""
         return self.disk.writer
 
     @property
@@ -134,10 +134,10 @@ class TieredCheckpoints:
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
-        """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk.
+        """Returns when the checkpoint is committed in memory and, if a save to the disk is due, on the disk.
 
-        It is due if an earlier one should have gone there and did not, in this process or in an earlier
-        one. If `must_write_disk`, the disk gets it even if memory does not take it; that is logged.
+        It stays due if this or an earlier process has missed it. If `must_write_disk` returns True, the checkpoint goes
+        to the disk even if the memory tier fails, which is logged.
         """
         must_write_disk = self._prepare(checkpoint_id)
         self._save(checkpoint_id, state, notes, must_write_disk)
@@ -147,7 +147,7 @@ class TieredCheckpoints:
     ) -> Future[Any]:
         """Copies the state once and returns; the future is done when `save` would return. One at a time."""
         must_write_disk = self._prepare(checkpoint_id)
-        # Here, on the caller's thread: a Stateful may not be asked in another one while it trains.
+        # On the caller's thread: in another one, `state_dict` of a Stateful would run while training changes it.
         given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         try:
             staged = self._stager.stage(given)
@@ -162,27 +162,33 @@ class TieredCheckpoints:
         return future
 
     def _begin(self, *save: Any) -> Future[Any]:
-        """Saves in a thread of its own, after the save before; a forked process needs a new one."""
-        # A forked process has no thread that this executor could use: a new one is made for each save.
+        """Saves in a thread of its own, once the save before has ended."""
+        # A new executor for each save: in a forked process the old one has no thread.
         self._saver.shutdown()
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
         return self._saver.submit(self._save, *save)
 
     def _prepare(self, checkpoint_id: str) -> bool:
-        """Before the first save of a process that has looked at neither tier: both continue the newer lineage."""
+        """Whether the next save must go to the disk. If this process has not looked at the tiers, this looks: both then
+        continue the newer lineage.
+        """
         if not self._is_joined:
             try:
                 self._look(self.newest)
-            except (CheckpointRejected, ShardLost, StoreUnavailable) as exc:  # it is still of this run
-                if not self._join_locked(checkpoint_id):
+            except (
+                CheckpointRejected,
+                ShardLost,
+                StoreUnavailable,
+            ) as exc:  # nothing to load, but stores have the lineage
+                if not self._join_stored_lineage(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
         if not self._is_counted:
             self._count_disk_saves(checkpoint_id)
         return self._must_write_disk()
 
-    def _join_locked(self, checkpoint_id: str) -> bool:
-        """Both tiers continue the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
+    def _join_stored_lineage(self, checkpoint_id: str) -> bool:
+        """Has both tiers continue the lineage that was saved last on the ranks' nodes. False: there is none."""
         stores = [tier.writer.store for tier in self._tiers]
         scope = scope_of(checkpoint_id)
         with self.disk.use_group() as group:
@@ -194,7 +200,9 @@ class TieredCheckpoints:
         return lineage is not None
 
     def _count_disk_saves(self, checkpoint_id: str) -> None:
-        """Counts from the disks of all ranks' nodes; both tiers number their saves behind an earlier memory tier's."""
+        """Reads the count of saves to the disk from the ranks' nodes. Both tiers number their saves after those of an
+        earlier memory tier.
+        """
         in_memory, on_disk = self.memory.writer.store, self.disk.writer.store
         with self.disk.use_group() as group:
             held = join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
@@ -211,7 +219,7 @@ class TieredCheckpoints:
             version = self.memory.writer.last_version
             assert version is not None, "it was saved"
         # The memory tier may be full or refuse: the last save before a preemption must still reach the disk.
-        except CheckpointException as exc:  # DCP tells all ranks
+        except CheckpointException as exc:  # raised on all ranks
             if not must_write_disk:
                 raise
             root = self.memory.writer.config.root
@@ -226,11 +234,11 @@ class TieredCheckpoints:
     def _save_to_disk(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, in_memory: Version | None
     ) -> None:
-        """Saves to the disk."""
-        # One less: the disk's own count would give it another sequence than memory has.
+        """Saves to the disk, with the same sequence as in memory if memory has the save."""
         if in_memory is not None:
+            # The disk's own count may differ. The save gets the number after the one that is remembered here.
             before = replace(in_memory, sequence=in_memory.sequence - 1)
-            remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
+            remember(self.disk.writer.store, checkpoint_id, before)
         self.disk.save(checkpoint_id, state, notes)
         assert self.disk.writer.last_version is not None, "it was saved"
         self._disk_saves.record_disk_save(self.disk.writer.last_version)
@@ -245,7 +253,7 @@ class TieredCheckpoints:
         """The checkpoint of this name, or the newest whole one for `newest`, in either tier; None: there is none.
 
         Raises:
-            CheckpointRejected, ShardLost, StoreUnavailable: neither tier has one to load, and one of them may have.
+            CheckpointRejected, ShardLost, StoreUnavailable: no tier found one, and a tier raised this error.
         """
         found = self._look(name)
         return found[0][1].checkpoint_id if found else None
@@ -254,7 +262,7 @@ class TieredCheckpoints:
         """The saves of this name in each tier, the newer one first."""
         found, problems = self._ask_each(lambda tier: tier.reader.find(name))
         for problem in problems:
-            log.warning("one tier did not answer, and %s is looked for in the other: %s", name, one_line(problem))
+            log.warning("one tier failed, and %s is looked up in the other: %s", name, one_line(problem))
         versions = [save.version for _, save in found]
         found.sort(key=lambda each: is_older(each[1].version, versions))
         if found:
@@ -266,10 +274,10 @@ class TieredCheckpoints:
     def _ask_each(
         self, ask: Callable[[NamedCheckpoints], Answer | None]
     ) -> tuple[list[tuple[NamedCheckpoints, Answer]], list[ReplicatedCkptError]]:
-        """The answers of tiers that have something, memory first; and the errors of the others.
+        """The non-empty answers of the tiers, memory first; and the errors of tiers that raised.
 
         Raises:
-            CheckpointRejected, ShardLost, StoreUnavailable: none has anything, and one may have something.
+            CheckpointRejected, ShardLost, StoreUnavailable: a tier raised this, and no tier has an answer.
         """
         found: list[tuple[NamedCheckpoints, Answer]] = []
         problems: list[ReplicatedCkptError] = []
@@ -287,9 +295,9 @@ class TieredCheckpoints:
         return found, problems
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """As NamedCheckpoints, from the tier with the newer one; if memory's cannot be loaded, from the next one."""
+        """As NamedCheckpoints, from the tier with the newer checkpoint. If memory's cannot be loaded, the next one is."""
         with forgotten_on_error(*(tier.writer.store for tier in self._tiers)):
-            # By name an older one may be loaded: the next save must still be newer than all in both tiers.
+            # The named checkpoint may be an older one: the next save must still be newer than all in both tiers.
             if checkpoint_id != self.newest:
                 see_newest(lambda: self._look(self.newest))
             return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
@@ -297,7 +305,9 @@ class TieredCheckpoints:
     def load_newest(
         self, state: dict[str, Any], planner: LoadPlanner | None = None, *, max_tries: int | None = None
     ) -> str | None:
-        """As NamedCheckpoints, of both tiers. Raises ConfigInvalid: `max_tries`, as each tier counts its own restores."""
+        """As NamedCheckpoints, of both tiers. Raises ConfigInvalid: `max_tries` was passed, but each tier counts its own
+        restores.
+        """
         if max_tries is not None:
             raise ConfigInvalid(
                 "max_tries does not work with a memory tier, whose restores are counted apart from the disk's.",
@@ -313,9 +323,9 @@ class TieredCheckpoints:
         state: dict[str, Any],
         planner: LoadPlanner | None,
     ) -> str:
-        """Loads the first one; if memory's cannot be loaded, the next.
+        """Loads the first of the found checkpoints. If that is memory's and cannot be loaded, loads the next one.
 
-        If it does not fit the state, or a part of the state refuses it, the error is raised: memory is not at fault.
+        If the checkpoint does not fit the state, or a part of the state refuses it, this raises: the tier is not at fault.
         """
         if not found or found[0][0] is self.disk:
             return self._load(self.disk, checkpoint_id, state, planner)
@@ -332,21 +342,23 @@ class TieredCheckpoints:
                 tier, name, sequence = after
                 place = tier.writer.config.root
                 why = describe_failure(exc)
-                log.warning("%s could not be loaded, %s (sequence %d) at %s is: %s", what, name, sequence, place, why)
+                log.warning(
+                    "%s failed to load, so %s (sequence %d) at %s is loaded: %s", what, name, sequence, place, why
+                )
 
     def _others(
         self, checkpoint_id: str, found: list[tuple[NamedCheckpoints, SaveFound]]
     ) -> Iterator[tuple[NamedCheckpoints, str, int]]:
-        """Checkpoints to load in place of memory's newest: its others newer than the disk's of its run, then the disk's.
+        """The checkpoints to load if memory's cannot be: memory's others that are newer than the disk's, then the disk's.
 
-        With sequences: under one name the disk may have an older save.
+        Each has its sequence, because under one name the disk may have an older save than memory.
         """
         on_disk = next((save for tier, save in found if tier is self.disk), None)
         if checkpoint_id == self.newest:
             first = found[0][1]
             oldest = next((save.sequence for _, save in found[1:] if save.version.lineage == first.version.lineage), -1)
             listed: tuple[Listed, ...] = ()
-            with contextlib.suppress(ShardLost, StoreUnavailable):  # no other one is whole
+            with contextlib.suppress(ShardLost, StoreUnavailable):  # memory has no complete checkpoint
                 listed = self.memory.list_whole()
             for each in listed:
                 if oldest < each.sequence < first.sequence and not each.is_rejected:
@@ -363,7 +375,7 @@ class TieredCheckpoints:
         """As NamedCheckpoints, of both tiers: a checkpoint in both counts as memory's.
 
         Raises:
-            ShardLost, StoreUnavailable: nothing was found in either, and one may have something.
+            ShardLost, StoreUnavailable: no tier found one, and a tier raised this error.
         """
         answered, _ = self._ask_each(NamedCheckpoints.list_whole)
         listed: dict[str, Listed] = {}
@@ -378,13 +390,13 @@ class TieredCheckpoints:
         return tuple(sorted(ours, key=lambda each: each.sequence, reverse=True))
 
     def reject(self, checkpoint_id: str, *, is_rejected: bool) -> tuple[str, ...]:
-        """As NamedCheckpoints, in each tier that has it. Raises CheckpointNotFound: neither has."""
+        """As NamedCheckpoints, in each tier that has the checkpoint. Raises CheckpointNotFound: no tier has it."""
         not_reached: dict[str, None] = {}
         missing: list[CheckpointNotFound] = []
         for tier in self._tiers:
             try:
                 not_reached |= dict.fromkeys(tier.reject(checkpoint_id, is_rejected=is_rejected))
-            except CheckpointNotFound as exc:  # alike on all ranks
+            except CheckpointNotFound as exc:  # raised on all ranks
                 missing.append(exc)
         if len(missing) == len(self._tiers):
             raise missing[0]

@@ -173,7 +173,7 @@ class SaveDecision:
         return owners
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that every rank reads. Invitations are removed: only the coordinator uses them, before it posts this."""
+        """The fields that every rank reads. Invitations are removed: only the coordinator uses them, before it decides."""
         return asdict(replace(self, nodes=tuple(replace(node, invitation="") for node in self.nodes)))
 
     @classmethod

@@ -166,7 +166,7 @@ class WatchedGroup:
             raise
 
     def leave(self, what: str, exc: BaseException) -> None:
-        """Marks the group as broken, and posts `exc` as the reason. Ranks that wait for this one in a collective raise it."""
+        """Marks the group as broken, and posts `exc` as the reason. Ranks that wait for this rank raise it, too."""
         why = RankFailed(f"Rank {self._rank} left {what} with {type(exc).__name__}: {exc}", _ITS_LOG)
         _broken[self._group] = why
         self._tell_left(why)

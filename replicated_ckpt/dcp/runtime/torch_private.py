@@ -2,8 +2,8 @@
 
 tests/dcp/test_torch_private.py checks each on the supported versions.
 
-Each is here because torch has no public name for it. DCP passes neither the process group nor the outcome of its last step to a
-storage writer or reader. The c10d store has no public getter, and the entries of `.metadata` are of private classes.
+Each is here because torch has no public name for it. DCP passes neither the process group nor the outcome of its last step
+to a storage writer or reader. The c10d store has no public getter, and the entries of `.metadata` are of private classes.
 DCP's planners name nested entries in a way of their own.
 """
 
@@ -29,7 +29,13 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePre
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
-__all__ = ["DTensor", "OldTensorProperties", "ShardedTensor", "StorageInfo", "StoragePrefix"]  # torch's names for other modules
+__all__ = [
+    "DTensor",
+    "OldTensorProperties",
+    "ShardedTensor",
+    "StorageInfo",
+    "StoragePrefix",
+]  # torch's names for other modules
 
 MemoryFormat, OldMemoryFormat = dcp_metadata._MEM_FORMAT_ENCODING, old_metadata.MEM_FORMAT_ENCODING  # noqa: SLF001
 layout_of = torch.serialization._get_layout  # noqa: SLF001
@@ -123,7 +129,7 @@ class StepCollectives(_ByCoordinator, Protocol):
 
 _LEAVING = "create_global_plan", "finish_plan"
 _OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
-"""By the method in which `follow_step` is called: the last collective of the DCP call, which sends its outcome to the ranks.
+"""By the method in which `follow_step` is called: the last collective of the DCP call, which sends its outcome to ranks.
 
 A save writes in its last step, an `all_reduce`, which ends with a `broadcast_object`. A load plans in a `reduce_scatter`.
 It then reads in a step that ends with an `all_gather_object`.
@@ -131,7 +137,7 @@ It then reads in a step that ends with an `all_gather_object`.
 
 
 def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
-    """Replaces the last collective of the DCP call under way by `exchange(collectives, value)`. False: no call is under way.
+    """Replaces the last collective of the current DCP call by `exchange(collectives, value)`. False: there is no call.
 
     A storage writer calls this while it writes, and a reader while it plans. A rank that fails before it reads then still
     takes part in the exchange. DCP makes a wrapper for each call, so nothing has to be restored after a failure. Seen on
@@ -146,7 +152,7 @@ def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
 
 
 def use_collectives(collectives: StepCollectives) -> bool:
-    """Has the DCP call under way use these collectives until its end. False: no call is under way.
+    """Has the current DCP call use these collectives until its end. False: there is no call.
 
     A storage writer or reader calls this in DCP's first step, before its first collective. Seen on torch 2.7 and 2.15: a
     step gathers, then scatters or broadcasts, by these methods of one wrapper.

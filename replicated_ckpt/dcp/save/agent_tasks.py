@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 _SHARED = "Name a bucket that all ranks reach: s3://bucket/prefix, or file:///a/shared/directory."
 WAIT_TIMEOUT_S = 600.0
 PROBE_S = 15.0
-"""The agent's own look takes less. Only its first one takes long, and the agent may start after this process."""
+"""The time-out of an agent's look at the bucket. Only the first look takes long, and the agent may have just started."""
 GIVE_UP_S = 120.0
-"""`wait_for_upload` ends for a bucket of which every try has failed for that long."""
+"""`wait_for_upload` raises if every try of the bucket has failed for this long."""
 _POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
-"""The agent is asked again after this share of the time that was waited so far: so much longer a wait takes at most."""
+"""The pause between two requests to the agent is this share of the wait so far, so a wait is at most so much too long."""
 _GONE = "this node no longer has it: it was aborted, replaced or removed."
 
 
@@ -54,8 +54,8 @@ def check_timeout(timeout_s: object) -> float:
 class Probed:
     """The bucket's answer before a save: the plan, the lineages committed in the bucket, and a problem or "".
 
-    `named` has the lineage of the save that has the checkpoint's name in the bucket, as `Opened` has it of nodes.
-    `weakness`: the first use of the bucket has shown that its conditional writes do not exclude each other.
+    `named` has the lineage of the save that has the checkpoint's name in the bucket, as `Opened.named` for nodes.
+    `weakness`: a description, if the bucket's conditional writes do not exclude each other; else "".
     """
 
     plan: UploadPlan
@@ -106,7 +106,7 @@ class ObjectTier:
         return []
 
     def probe(self, checkpoint_id: str, *, is_on_nodes: bool, overwrite: bool) -> Probed:
-        """Looks at the bucket before a save. A bucket that fails does not keep the save from the nodes.
+        """Looks at the bucket before a save. A failing bucket does not fail the save on the nodes.
 
         Raises:
             CheckpointExists: the bucket has this checkpoint, and the save may not overwrite it.
@@ -120,19 +120,19 @@ class ObjectTier:
         try:
             found = ask_agent(self._store, "POST", "/v1/object/probe", document, PROBE_S)
         except ReplicatedCkptError as exc:
-            # Unknown counts as not empty: names that may be taken there must not be written over.
+            # Unknown counts as not empty: objects that may exist there must not be overwritten.
             found = {"error": str(exc), "is_empty": False, "save_id": "", "lineage": "", "histories": {}}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
-        # Under a prefix of its own a save never overwrites files that a load of the old one may be reading.
+        # With a prefix of its own, a save never overwrites files of the old save that a load may be reading.
         plan = UploadPlan(url, has_own_prefix=is_on_nodes or not found["is_empty"], replaces=found["save_id"])
         named = frozenset({str(found["lineage"])} if found["save_id"] else ())
-        weakness = str(found.get("weakness", ""))  # an older agent tries no conditional writes
+        weakness = str(found.get("weakness", ""))  # an older agent does not return it
         return Probed(plan, histories_from_json(found["histories"]), problem, named, weakness)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
-        """Notes that a save for the bucket is written. `wait_for_upload` waits for that save, even before its commit."""
+        """Records a save that goes to the bucket. From now on `wait_for_upload` waits for it, even before its commit."""
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 
@@ -145,9 +145,7 @@ class ObjectTier:
             log.warning("uploads wait: %s", problem)
 
     def _bring_here(self) -> None:
-        """Uploads in this process: an agent would put the objects into its own memory, where no other process sees
-        them.
-        """
+        """Uploads in this process. An agent would put the objects into its own memory."""
         assert self._target is not None
         stopping = threading.Event()
         service = NodeService(self._store)
@@ -161,8 +159,8 @@ class ObjectTier:
         Returns the checkpoint ids of the committed ones.
 
         Raises:
-            UploadFailed: one is not committed, and waiting longer does not help, or the time is over. The next wait
-                tries again. With `is_last_wanted` also if the last save can no longer be committed there.
+            UploadFailed: a save is not committed there, and waiting longer does not help, or the time is over. The next
+                wait tries again. With `is_last_wanted` also if the last save can no longer be committed there.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -171,7 +169,7 @@ class ObjectTier:
         for number, (save_id, checkpoint_id) in enumerate(awaited.items(), 1):
             why_not = self._wait_for(save_id, checkpoint_id, deadline)
             with self._lock:
-                # After the wait only: an UploadFailed leaves it for the next call.
+                # Only after the wait: after an UploadFailed, the next call waits for this save again.
                 self._awaited.pop(save_id, None)
             if not why_not:
                 arrived.append(checkpoint_id)
@@ -201,13 +199,13 @@ class ObjectTier:
                     raise UploadFailed(checkpoint_id, self._target.url, "it is not committed on this node.") from exc
                 time.sleep(_POLL_MAX_S / 4)
                 continue
-            is_here = state.url == self._target.url  # else it was ordered to another bucket, and comes here next
+            is_here = state.url == self._target.url  # else the upload goes to another bucket first, then to this one
             if state.state != "pending" and not state.is_denied and is_here:
                 return "" if state.state == "committed" else state.error or _GONE
             # Bad credentials do not mend themselves; a bucket that fails for minutes may, but not within this wait.
             if state.is_denied or state.failing_s > GIVE_UP_S:
                 if state.state != "pending":
-                    with self._lock:  # reported once: no later wait may fail for it
+                    with self._lock:  # this error reports it, and no later wait may fail because of it
                         self._awaited.pop(save_id, None)
                 raise UploadFailed(checkpoint_id, state.url, state.error)
             if time.monotonic() > deadline:
@@ -217,8 +215,11 @@ class ObjectTier:
             time.sleep(min(_POLL_MAX_S, max(_POLL_FIRST_S, _POLL_SHARE * waited_s)))
 
 
-class Retaining:
-    """One writer's policies. A policy of None replaces a policy of an earlier run."""
+class RetentionPolicies:
+    """One writer's retention policies, which each save submits to this node's agent.
+
+    A policy of None replaces a policy of an earlier run.
+    """
 
     def __init__(self, store: LocalStore, config: WriterConfig, target: ObjectTarget | None) -> None:
         self._store = store
@@ -245,7 +246,7 @@ class Retaining:
         """Submits the policies to this node's agent, once for each node of the save. Returns descriptions of problems.
         Cheap.
 
-        Does nothing without a policy and without an earlier policy to replace, or if no agent answers.
+        Does nothing if there is neither a policy nor an earlier one to replace, or if the agent did not answer.
         """
         node = decision.node_of(rank).node_id
         # A silent agent would cost its time-out again.
@@ -254,8 +255,8 @@ class Retaining:
         return self._tell(decision, is_committed=False)
 
     def note_committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
-        """Called after the commit. Agents that committed the save apply the policies themselves. If no agent did, one
-        is asked to.
+        """Called after the commit. Agents that committed the save apply the policies. If none did, this node's agent is
+        asked to.
         """
         if not has_agents and self._is_used:
             for problem in self._tell(decision, is_committed=True):

@@ -58,8 +58,7 @@ def commit_save(
     helpers_by_shard: Mapping[str, Sequence[HelperCopy]] | None = None,
     exclude: Callable[[Sequence[tuple[str, str]]], object] = lambda _: None,
 ) -> tuple[list[str], Sequence[Receipt]]:
-    """Ends a save whose shards are all written, or submitted to agents. This node's agent then waits for the submitted
-    ones.
+    """Commits a save whose shards are all written, or submitted to agents. This node's agent waits for submitted ones.
 
     Returns descriptions of what is weaker than wanted, and the receipts, completed by the agents' results. `notes` are
     stored in the manifest. `exclude` is called with the copies of `helpers_by_shard` that do not count
@@ -83,7 +82,7 @@ def commit_save(
     """
     layouts, parts = layouts or CachedLayouts(), parts or Parts()
     with _abort_on_error(cluster, decision.save_id):
-        # Kept until now: raised earlier, on one rank alone, the other ranks would wait for it.
+        # Raised only now: if one rank alone raised earlier, the other ranks would wait for it.
         if isinstance(notes, RefusedNotes):
             raise notes.error
         with put_off():
@@ -103,9 +102,9 @@ def commit_save(
         helpers = helpers_by_shard or {}
         manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent, helpers, exclude)
     failpoints.reach("coordinator.decided")
-    # Only once decided: the layout of a save that was aborted must not be referred to.
+    # Only once decided: later saves must not refer to the layout of an aborted save.
     layouts.keep(layout)
-    is_as_before = raw_metadata == layout.raw  # else it has a part with this save's paths in the bucket
+    is_as_before = raw_metadata == layout.raw  # otherwise it also has the paths of this save in the bucket
     committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same if is_as_before else None)
     failpoints.reach("coordinator.published")
     late = [*_list_late(committed, decision), *_list_dropped(committed, receipts)]
@@ -143,9 +142,7 @@ def _may_be_decided(store: LocalStore, save_id: str) -> bool:
 
 
 def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
-    """The nodes that have not published the save, with the reason. Nodes that were reported when the save began are
-    left out.
-    """
+    """The nodes that have not published the save. The reason is left out for nodes that were reported when it began."""
     return [
         f"node {node} has not published the checkpoint yet"
         + ("; it does so once it is reached" if node in decision.unreached else f": {error}")
@@ -209,7 +206,7 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
     shards = (
-        # An agent that was restarted has only the manifest of a published save: its intended holders
+        # A restarted agent returns only the manifest of a published save, which names the intended holders.
         replace(
             shard,
             size_bytes=entries[shard.name].size_bytes,
@@ -321,7 +318,7 @@ def _add_for_bucket(
     elsewhere = {
         index: replace(info, relative_path=paths[info.relative_path]) for index, info in metadata.storage_data.items()
     }
-    shared = dict(layout.described)  # of which equal parts are one object
+    shared = dict(layout.described)  # in which equal parts are the same object
     there = replace(metadata, state_dict_metadata=shared, storage_data=elsewhere)
     left = without_optimizer(there, parts) if weights else None
     bucket_weights = b"" if left is None else encode_metadata(left[0])
@@ -337,9 +334,7 @@ def _describe_weights(weights: bytes, in_bucket: bytes, dropped: tuple[str, ...]
 
 
 def _make_shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
-    """The entry of each shard. Its intended holders are nodes that acknowledged the shard, and buddies that should
-    have.
-    """
+    """The entry of each shard. Its intended holders: the nodes that acknowledged it and, if too few, other buddies."""
     entries = {}
     for rank, receipt in enumerate(receipts):
         own = decision.node_of(rank).node_id

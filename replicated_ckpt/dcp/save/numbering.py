@@ -1,4 +1,6 @@
-"""The order of a save among all saves, and whether it goes to the bucket: the coordinator's last decisions."""
+"""The numbers of a save, which the coordinator chooses last: its sequence in a lineage, and those of its files. The
+sequence decides whether the save goes to the bucket.
+"""
 
 import itertools
 import secrets
@@ -20,9 +22,10 @@ from replicated_ckpt.stores.local.store import LocalStore
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen in it."""
 _told: set[tuple[str, frozenset[str]]] = set()
+"""Directories of ids, with the foreign lineages there of which this process has warned."""
 _DRAWN_FROM = 1_000_000  # far above any number that nodes count up to
 _replaced_runs: set[str] = set()
-"""Lineages of which this process has overwritten a foreign checkpoint, and has warned."""
+"""Foreign lineages of which this process has overwritten a checkpoint, with a warning."""
 
 
 def assign_sequence(
@@ -45,7 +48,7 @@ def assign_sequence(
     if not object_tier.takes(decision.sequence):
         return decision, [*unreached, *problems, *_describe_replaced(decision, opened.named, seen)]
     found = object_tier.probe(decision.checkpoint_id, is_on_nodes=bool(opened.named), overwrite=decision.overwrite)
-    # Again: the bucket may have a newer save of this run, and the sequence must pass that one, too.
+    # Again: the bucket may have a newer save of this run, and the sequence must exceed that save's, too.
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
@@ -59,7 +62,7 @@ def choose_file_number(opened: Opened) -> int:
     """The first of the consecutive numbers in the names of a save's shards, one for each part: the smallest free ones.
 
     A number is free if no file of the checkpoint on the save's nodes has it. If a node did not answer, or has another
-    save of the checkpoint open, the used numbers are unknown. Then the first one is a large random number.
+    save of the checkpoint open, the used numbers are unknown, and the first number is a large random one.
     """
     if opened.error_by_node or opened.taken_numbers is None:
         drawn = _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM - NUMBERS_PER_SAVE)
@@ -69,12 +72,12 @@ def choose_file_number(opened: Opened) -> int:
 
 
 def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
-    """Opens a save in the store of a node whose agent did not answer when the save began, so its own saves were not
-    counted.
+    """Opens a save in the store of a node whose agent did not answer when the save began. The save was numbered without
+    this node's saves.
 
     Raises:
-        StoreUnavailable: this node has a save with this number or a larger one. Loads would take that one; nothing is
-            open.
+        StoreUnavailable: this node has a save with this number or a larger one, which loads would prefer. Nothing was
+            opened.
     """
     heard = SequenceFloor(store.agent_directory()).read_all().get(decision.lineage, 0)
     here = store.catalog.histories(scope_of(decision.checkpoint_id)).get(decision.lineage, History(0)).sequence
@@ -93,7 +96,7 @@ def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
 
 def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:
     lineage = seen[0] if seen is not None else newest_lineage(histories)
-    # No lineage anywhere: this is the first save of a run. Opened again, the save keeps the one it drew.
+    # No lineage anywhere: this is the first save of a run. When numbered again, the save keeps its random lineage.
     if lineage is None:
         lineage = decision.lineage or uuid.uuid4().hex[:16]
     known = histories.get(lineage, History(0)).sequence
@@ -107,7 +110,7 @@ def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Se
     """A warning that the save replaces a checkpoint that this process neither loaded nor saved; once per run and
     process.
 
-    None if the save may not overwrite: then it can only replace a checkpoint that is lost anyway.
+    Empty if the save may not overwrite: it then replaces only a checkpoint that is lost anyway.
     """
     others = named - {None if seen is None else seen[0]} - _replaced_runs
     if not others or not decision.overwrite:
@@ -124,7 +127,7 @@ def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Se
 
 def _find_conflicting_runs(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:
     """A warning that checkpoints of another run lie in this run's directory; once in a process."""
-    # A clock of 0 is a lineage that was only heard of: no checkpoint of it lies here.
+    # Time 0: another node has only reported the lineage, and no checkpoint of it lies here.
     others = {name for name, history in histories.items() if history.created_unix_s > 0} - {lineage}
     scope = scope_of(checkpoint_id)
     if not others or (scope, frozenset(others)) in _told:

@@ -44,7 +44,7 @@ from replicated_ckpt.node.saves.finish import HelperCopy
 log = logging.getLogger(__name__)
 
 UNIT_BYTES = 64 << 20
-"""Compared at once at most: a larger tensor is so many units, which take turns. Else one save would hash all of it."""
+"""The largest unit of comparison. A larger tensor has several units, so that one save need not hash all of it."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class ReplicaCheck:
     def __init__(self, parts: int | None) -> None:
         """`parts`: the number of saves that together compare everything. None: nothing is compared."""
         self._parts = parts
-        # At random: a job that is restarted again and again would compare the first parts only.
+        # Random: a job that often restarts would otherwise compare only the first parts.
         self._next_part = randbelow(parts) if parts else 0
         self.is_all_known = False
-        """Coordinator: a save has compared everything, so what differs is known."""
+        """Coordinator: a save has compared everything, so all differences are known."""
         self._of: tuple[Sequence[WriteItem], int] | None = None
         self._units: list[list[_Unit]] = []
         self._named: set[str] = set()
@@ -76,12 +76,12 @@ class ReplicaCheck:
         `local_items`: the items of all ranks before DCP drops the duplicates. `plans`: the plans after that.
         """
         whole = [find_whole(plan) for plan in plans]
-        # A plan that torch's own `enable_plan_caching` has left out says nothing of its items.
+        # If torch's own `enable_plan_caching` has left out a plan, its items are unknown.
         if not self._parts or not all(plan.usable for plan in whole):
             return None
         if local_items <= sum(len(plan.items) for plan in whole):
             return None
-        # Everything at first: no copy shall be made from a replica that was never compared (`HelpPlans.choose`).
+        # Everything at first: no helper may copy from a replica that was never compared (`HelpPlans.choose`).
         return Turn(self._next_part, self._parts) if self.is_all_known else Turn(0, 1)
 
     def suspect(self) -> None:
@@ -98,15 +98,14 @@ class ReplicaCheck:
     def hash_units(self, plan: SavePlan, planner: SavePlanner, turn: Turn) -> bytes:
         """This rank's report: the hashes of the units in this turn. `plan`: the plan before DCP drops duplicates.
 
-        Values that cannot be hashed, such as an object that pickle refuses, are left out: another rank may be the one
-        that saves them.
+        Values that cannot be hashed, such as an object that pickle refuses, are left out. Another rank may save them.
         """
         units = self._units_of(plan.items, planner, turn.parts)[turn.part]
         found = {key_of_unit(unit.item.index, unit.number): _hash_unit(unit, planner) for unit in units}
         return pack_units({key: value for key, value in found.items() if value is not None})
 
     def _units_of(self, items: Sequence[WriteItem], planner: SavePlanner, parts: int) -> list[list[_Unit]]:
-        # A plan that is kept from save to save is the same object: its units are found once.
+        # A cached plan has the same list of items at each save: its units are found once.
         if self._of is None or self._of[0] is not items or self._of[1] != parts:
             state = getattr(planner, "state_dict", None)
             values = state if isinstance(state, dict) else {}
@@ -150,17 +149,17 @@ def name_divergences(reports: Mapping[int, bytes], metadata: Metadata) -> list[D
     sizes_by_fqn: dict[str, Mapping[Any, int]] = {}
     for index, place in metadata.storage_data.items():
         described = metadata.state_dict_metadata[index.fqn]
-        # Once for each entry: one that is sharded over a thousand ranks has as many pieces here.
+        # Once for each entry: an entry that is sharded over a thousand ranks has a thousand pieces in this loop.
         if index.fqn not in sizes_by_fqn:
             sizes_by_fqn[index.fqn] = _sizes_by_offset(described)
         offset = tuple(index.offset or ())
         for number in range(_count_of(sizes_by_fqn[index.fqn].get(offset, 0))):
             groups = differing.get(key_of_unit(index, number))
             shard = ShardName.parse(place.relative_path) if groups else None
-            # Without the report of the rank that saved it nothing can be said of the checkpoint.
+            # Without the report of the rank that saved the value, it is unknown whether the checkpoint's value differs.
             if groups is None or shard is None or not any(shard.rank in ranks for ranks in groups):
                 continue
-            # Its group first: it is what a load will get.
+            # The group of the rank that saved the value comes first: a load will get that value.
             ordered = tuple(sorted(groups, key=lambda ranks: shard.rank not in ranks))
             is_object = not hasattr(described, "properties")
             found.append(Divergence(index.fqn, offset, number * UNIT_BYTES, is_object, shard.rank, ordered))
@@ -168,7 +167,7 @@ def name_divergences(reports: Mapping[int, bytes], metadata: Metadata) -> list[D
 
 
 def _sizes_by_offset(described: Any) -> Mapping[Any, int]:
-    """Bytes of each piece of an entry; of an object, nothing."""
+    """Bytes of each piece of a tensor entry, by offset. Empty for an object."""
     if not hasattr(described, "properties"):
         return {}
     itemsize = described.properties.dtype.itemsize
@@ -191,9 +190,7 @@ def _count_of(size_bytes: int) -> int:
 
 
 def _hash_unit(unit: _Unit, planner: SavePlanner) -> int | None:
-    """The hash; None if this rank cannot hash the unit. If that is an error, the rank that writes the item raises it,
-    too.
-    """
+    """The hash; None if this rank cannot hash it. Errors are only logged: the rank that writes the item raises them."""
     item = unit.item
     try:
         if item.type == WriteItemType.BYTE_IO:
@@ -228,7 +225,7 @@ def hash_tensor(tensor: torch.Tensor, begin: int = 0, elements: int | None = Non
 
 def _hash_object(item: WriteItem, planner: SavePlanner) -> int | None:
     if not isinstance(planner, DefaultSavePlanner):
-        data = planner.resolve_data(item)  # its own way from a value to bytes
+        data = planner.resolve_data(item)  # the planner's own serialisation
         return crc32c(data.getbuffer()) if isinstance(data, BytesIO) else None
     crc = 0
     for piece in canonical_bytes(planner.lookup_object(item.index)):
@@ -246,7 +243,7 @@ def canonical_bytes(value: Any) -> Iterator[bytes]:
     kind = type(value)
     if kind in (dict, set, frozenset):
         pairs = value.items() if kind is dict else ((one, None) for one in value)
-        # By key: ranks may have filled it in another order.
+        # Sorted by key: ranks may have filled it in another order.
         joined = sorted((b"".join(canonical_bytes(key)), b"".join(canonical_bytes(held))) for key, held in pairs)
         yield f"{kind.__name__}{len(joined)}".encode()
         for key, held in joined:
@@ -267,7 +264,7 @@ def canonical_bytes(value: Any) -> Iterator[bytes]:
     else:
         file = BytesIO()
         pickler = pickle.Pickler(file, protocol=4)
-        pickler.fast = True  # without a memo: it has an entry for each object that is met twice, equal or not
+        pickler.fast = True  # no memo: pickle would write a reference for an identical object, but not for an equal one
         pickler.dump(value)
         yield file.getvalue()
 
@@ -294,8 +291,8 @@ def digest_of_items(items: Items) -> str:
 
 @dataclass(frozen=True)
 class HelpPlan:
-    """Sent with a rank's plan: by owner, the items of the shards that the rank copies. None: those of an earlier plan
-    with `token`.
+    """Sent with a rank's plan: by owner, the items of the shards that the rank copies. None: the items that were sent
+    before with this `token`.
     """
 
     token: str
@@ -304,10 +301,10 @@ class HelpPlan:
 
 @dataclass
 class HelpPlans:
-    """What a writer remembers between saves: on the coordinator what it sent to each rank, on a rank what it received."""
+    """The help plans that a writer caches between saves: those that the coordinator sent, and the one that a rank got."""
 
     token: str = ""
-    """Of what this rank got. It posts it before a save, so that the same items are not sent again."""
+    """The token of the items that this rank got. It posts the token before a save, so that they are not sent again."""
     _got: Mapping[int, Items] = field(default_factory=dict)
     _sent: dict[int, tuple[str, Mapping[int, Items]]] = field(default_factory=dict)
     _digested: tuple[Items, str] = ((), "")
@@ -315,7 +312,7 @@ class HelpPlans:
     _differing: set[tuple[int, int]] = field(default_factory=set)
     """Pairs of owner and helper that have other values."""
     _alone: set[int] = field(default_factory=set)
-    """Owners whose file has differed from a helper's. None is tried again for them: each try costs a copy."""
+    """Owners whose file has differed from a helper's. They get no helper again, because each try costs a copy."""
 
     def digest_of(self, items: Items) -> str:
         """As `digest_of_items`, computed once for items that stay the same from save to save. "": this rank cannot
@@ -334,7 +331,7 @@ class HelpPlans:
     def choose(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> SaveDecision:
         """Coordinator: the decision with the helpers of each rank, at most one on each buddy node of its own node."""
         whole = [find_whole(plan) for plan in plans]
-        # torch's own plan caching has left a plan out: neither its items nor what is added would arrive.
+        # If torch's own plan caching has left out a plan, neither its items nor added ones would arrive.
         if not all(plan.usable for plan in whole):
             return decision
         load = [0] * len(posts)
@@ -377,7 +374,7 @@ class HelpPlans:
             return {}
         if sent.items_by_owner is not None:
             self.token, self._got = sent.token, sent.items_by_owner
-        # Of another save the items may be of another state: no copy is better than a wrong one.
+        # Items of another save may be of another state: no copy is better than a wrong one.
         return self._got if sent.token == self.token else {}
 
     def exclude(self, found: Iterable[Divergence]) -> None:
@@ -391,7 +388,7 @@ class HelpPlans:
 
 
 def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
-    """The coordinator's cached plans are the same objects from save to save. Other plans never count as the same."""
+    """Whether the items are the same objects, as those of cached plans are. Equal items in other objects do not count."""
     return items.keys() == before.keys() and all(items[owner] is before[owner] for owner in items)
 
 
@@ -447,9 +444,8 @@ def find_owners(differing: Iterable[tuple[str, str]]) -> set[int]:
 
 
 def is_copied(shard: str) -> bool:
-    """Whether helpers copy this file of a rank that has helpers. All other files have what only the rank itself has.
-
-    Unchanged entries are linked, and not copied.
+    """Whether helpers copy this file of a shard's owner. They do not copy the rest, which only the owner has, nor
+    unchanged entries, which are linked.
     """
     return part_of_shard(shard) not in (Part.REST, Part.UNCHANGED)
 

@@ -57,7 +57,7 @@ from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.runtime.user_code import Line, call_back, warn
-from replicated_ckpt.dcp.save.agent_tasks import ObjectTier, Retaining
+from replicated_ckpt.dcp.save.agent_tasks import ObjectTier, RetentionPolicies
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
 from replicated_ckpt.dcp.save.replicas import (
@@ -93,7 +93,7 @@ class WriterParts:
     shards: ShardWriter
     layouts: CachedLayouts
     object_tier: ObjectTier
-    retaining: Retaining
+    retaining: RetentionPolicies
     made_at: Line | None
     on_save: Callable[[SaveReport], object] | None
     replicas: ReplicaCheck
@@ -103,7 +103,7 @@ class WriterParts:
     planning: Pause = field(default_factory=Pause)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def present(
+    def register(
         self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool, is_staged: bool
     ) -> SavePost:
         """This rank's post before a save, with its node. The node's agent runs when this returns.
@@ -123,7 +123,7 @@ class WriterParts:
 
 
 _OWN_OBJECTS_HINT = (
-    "The checkpoint has only the object of the first rank that is named for each entry, and every rank will load that "
+    "For each entry, the checkpoint has only the object of the first rank that is named, and every rank will load that "
     "one. Save what belongs to one rank in a RankState. Name other entries that may differ in may_differ=[...]. A "
     "process warns once of each entry."
 )
@@ -136,11 +136,11 @@ class LockedSave:
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
         self._followers: list[Follower] = []
-        # A writer that is dropped without a call must not hold its save for ever: agents would wait for it.
+        # A writer that is garbage-collected without `close` must release its lock: agents would wait for it forever.
         weakref.finalize(self, self._open.close)
 
     def hold(self, store: LocalStore, save_id: str) -> None:
-        """Locks the save; it may be locked already.
+        """Locks the save. This object may have locked it before.
 
         Raises:
             SaveAborted: it is not open. StoreError
@@ -160,7 +160,9 @@ class LockedSave:
             self._open.callback(follower.leave)
 
     def find_written(self) -> Sequence[WrittenCopies]:
-        """The agent's results so far for the shards that it accepted. The coordinator's node gets them first."""
+        """The agent's results for the shards that it accepted. Waits up to _SAID_WITHIN_S for them, since the coordinator
+        may get them earlier than this rank.
+        """
         ends = [follower.end for follower in self._followers]
         done = wait(ends, _SAID_WITHIN_S).done
         # The save is committed: a late or lost result must not fail it.
@@ -209,7 +211,7 @@ DECISION_TIMEOUT_S = 30.0
 
 
 class SaveAttempt:
-    """One save: every rank calls `present` and `write_shard`. The coordinator also calls `decide` between them, then
+    """One save: every rank calls `register` and `write_shard`. The coordinator also calls `decide` between them, then
     `commit`.
 
     If a step after the opening raises, KeyboardInterrupt included, the save is first aborted on every node that
@@ -241,7 +243,7 @@ class SaveAttempt:
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
 
-    def present(self, plan: SavePlan, *, is_staged: bool) -> None:
+    def register(self, plan: SavePlan, *, is_staged: bool) -> None:
         """Posts to the coordinator the id that was passed to this rank, and the address of its node.
 
         `plan`: this rank's plan, before DCP drops items that other ranks have, too. `is_staged`: as of WriterParts.
@@ -257,7 +259,7 @@ class SaveAttempt:
         items = self._local_plan.items
         began = time.monotonic()
         self._spans.append(Span("prepare", self._started_at, began, began - self._started_at))
-        self._post = self._parts.present(checkpoint_id, items, is_alone=board is None, is_staged=is_staged)
+        self._post = self._parts.register(checkpoint_id, items, is_alone=board is None, is_staged=is_staged)
         self._spans.append(Span("register", began, time.monotonic(), time.monotonic() - began))
         if board is not None:
             board.share_in(self._store.root_agent_directory())
@@ -287,14 +289,14 @@ class SaveAttempt:
         if self._parts.memory is not None:
             self._parts.memory.check_limit(self._decision, posts, plans)
         failpoints.reach("coordinator.drawn")
-        # From here on some node may have it open: whatever ends this rank must abort it.
+        # From here on a node may have opened the save: any error of this rank must abort it.
         self._is_undecided = True
         with self._abort_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
             overwrites = self._decision.overwrite
             seen = find_seen_lineage(self._store, scope_of(decision.checkpoint_id))
-            # As configured: what the nodes have lost may be whole in the bucket, and must not be replaced there.
+            # As configured: a checkpoint that the nodes have lost may be complete in the bucket, and must stay there.
             asked = replace(self._decision, overwrite=config.overwrite)
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites, file_number=choose_file_number(opened))
@@ -324,7 +326,7 @@ class SaveAttempt:
         save_id = self._decision.save_id
         self.version = Version(self._decision.lineage, self._decision.sequence, 0.0, save_id)
         with self._abort_on_error():
-            # Another rank has failed: raising its echo here would hide the cause that DCP reports.
+            # SaveAborted follows from another rank's error: raised here, it would hide the cause that DCP reports.
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
                 copies = self._copy_others(plan, planner, staged if self._receipt.is_submitted else None)
@@ -397,7 +399,7 @@ class SaveAttempt:
         self._warn(problems)
         self._warn(self._counted.missed)
         self._warn_of_divergences()
-        # With problems some node lacks the metadata: the ranks must not take it from their own disk.
+        # With problems a node may lack `.metadata`: the ranks must not read it from their own disk.
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
         self._parts.retaining.note_committed(decision, has_agents=self._world.blackboard is not None)
         if decision.upload is not None:
@@ -457,8 +459,8 @@ class SaveAttempt:
         self._held.close()
 
     def _agent_starter(self) -> Callable[[], object]:
-        """A function that starts this node's agent. It must not refer to this attempt: a follower keeps the function
-        until the save is closed, and the attempt closes it.
+        """A function that starts this node's agent. It must not refer to this attempt: followers hold the function until
+        the attempt is closed, and an attempt that they keep alive might never be.
         """
         return partial(register_again, self._store, self._post.node)
 
@@ -466,12 +468,12 @@ class SaveAttempt:
         self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None
     ) -> tuple[list[WriteResult], Receipt]:
         decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
-        # Its agent did not answer at the opening: without an intent nothing could be staged here.
+        # The node's agent did not answer at the opening, so this rank opens the save here before it stages anything.
         if decision.node_of(rank).node_id in decision.unreached:
             open_unheard(self._store, decision, self._post.node.host)
         # Before the first byte: an unlocked save counts as stale, and an agent would remove it.
         self._held.hold(self._store, decision.save_id)
-        # One rank of each node: the place is the node's.
+        # One rank of each node notes the place, which is the same for all ranks of the node.
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
         self._warn(self._parts.retaining.submit(decision, rank))
@@ -484,7 +486,7 @@ class SaveAttempt:
                 under_way.append(self._begin_part(items, part, planner, staged))
             if unchanged:
                 under_way.append(self._parts.shards.write_unchanged(unchanged, planner, decision, rank))
-            # While disks and buddies take the last bytes.
+            # At the same time, disks and buddies take the last bytes.
             replicas = self._hash_replicas(planner)
             while under_way:
                 shards.append(under_way.pop(0).end())
@@ -519,7 +521,7 @@ class SaveAttempt:
             if submitted is not None:
                 self._held.follow(submitted.follower)
                 return submitted
-        # No agent takes it, or the shard does not lie in shared memory.
+        # No agent takes the shard, or it does not lie in shared memory.
         return writer.begin_shard(items, part, planner, decision, rank)
 
     def _copy_others(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None) -> tuple[ShardReceipt, ...]:
@@ -529,20 +531,20 @@ class SaveAttempt:
         items_by_owner, rank, decision = self._parts.help_plans.take(plan), self._world.rank, self._decision
         copies = []
         for owner in decision.owners_by_helper.get(rank, ()):
-            # A planner of the user's may have made this plan anew.
+            # A user's planner may have made a new plan, without the added items.
             if owner not in items_by_owner:
                 continue
             parts = self._parts.parts.divide(items_by_owner[owner], own_apart=True)
             try:
                 for part, items in parts.items():
-                    if part is not Part.REST:  # what only the owner has
+                    if part is not Part.REST:  # this part has what only the owner has
                         copies.append(self._copy(items, part, planner, owner, staged))
             except SaveAborted:
                 raise
-            # Of a value that this rank did not have to write: a copy less, which the agents make, and no failed save.
+            # An error in a value that this rank need not write must not fail the save: agents make the copy then.
             except Exception as exc:  # noqa: BLE001
                 log.warning("no copy of the shard of rank %d is written from rank %d's memory: %s", owner, rank, exc)
-        # Without replicas the next save need not make a digest of its plan.
+        # Without replicas no helper is possible, and later saves need no digest of the plan.
         if decision.turn is not None:
             self._parts.help_plans.note_planner(planner)
         return tuple(copies)
@@ -560,7 +562,7 @@ class SaveAttempt:
 
     def _exclude(self, owners: Collection[int]) -> None:
         if owners:
-            # A copy that differs says that a value does, and not which.
+            # A copy that differs shows that some value differs, but not which one.
             self._parts.replicas.suspect()
             self._parts.help_plans.exclude_owners(owners)
 
@@ -569,8 +571,8 @@ class SaveAttempt:
         return b"" if turn is None else self._parts.replicas.hash_units(self._local_plan, planner, turn)
 
     def _find_divergences(self, receipts: Sequence[Receipt], metadata: Metadata) -> Sequence[Divergence]:
-        """Coordinator: the values that differ between ranks. Raises ReplicasDiverged: a tensor differs, and the writer
-        must then fail.
+        """Coordinator: the values that differ between ranks. Raises ReplicasDiverged: a tensor differs, and `on_divergence`
+        is "raise".
         """
         if self._decision.turn is not None:
             reports = {rank: receipt.replicas for rank, receipt in enumerate(receipts)}
@@ -603,7 +605,9 @@ class SaveAttempt:
         return {rank: decision.node_of(rank).host for rank in range(len(decision.node_by_rank))}
 
     def _open(self) -> Opened:
-        """Opens the save on every node. If the checkpoint of its name is lost for good, opens it again as another save."""
+        """Opens the save on every node. If the existing checkpoint of its name is lost for good, opens a save under a new
+        save id, which may overwrite it.
+        """
         decision = self._decision
         try:
             return self._begin(decision)
@@ -635,7 +639,7 @@ class SaveAttempt:
         except BaseException as exc:
             try:
                 self._abort(f"rank {self._world.rank} on {self._post.node.host} failed: {type(exc).__name__}: {exc}")
-            # Also if the abort itself is interrupted: a lock that stays would look like a rank at work.
+            # Also if the abort itself is interrupted: with the lock, this rank would still seem to write.
             finally:
                 self.close()
                 self._report_failed(exc)

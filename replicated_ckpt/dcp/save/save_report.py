@@ -25,8 +25,8 @@ _WAITED_FOR = {
 class SaveReport:
     """One save, as this rank did it.
 
-    `copies_made`: the smallest number of copies of any shard of this rank, its node's own copy included. It is 0, as
-    the sizes are, if this rank has no result of what its node's agent wrote.
+    `copies_made`: the smallest number of copies of any shard of this rank, its node's own copy included. It is 0, like
+    the sizes, if the node's agent wrote and this rank did not get the result.
 
     `seconds`: from the start of the save to its commit. In `ranks`: to the end of the rank's own writing, or of its
     submission to the agent. `phases` has seconds, too: `plan` (until this rank may write, the wait for other ranks
@@ -68,8 +68,8 @@ class SaveReport:
     ) -> "SaveReport":
         """The report of a committed save.
 
-        `shards`: the shards of this rank. `written`: those that its node's agent has written. `helpers`: the ranks that
-        copied them. Only rank 0 has the information which of their copies do not count.
+        `shards`: the shards of this rank. `written`: those that its node's agent has written. `helpers`: the number of
+        ranks that copied them. Only on rank 0 it is known which of their copies do not count.
         """
         by_name = {copies.name: copies for copies in written}
         phases = {**self.phases, "commit": commit_s, **add_phases(copies.phases for copies in written)}
@@ -149,7 +149,7 @@ def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_want
 def report_to_agent(
     report: SaveReport, ended_unix_s: float, decision: SaveDecision, spans: Sequence[Span]
 ) -> RankReport:
-    """This rank's part in a committed save; at rank 0 with those of all ranks. `spans`: of what it wrote."""
+    """This rank's part in a committed save; on rank 0 with the parts of all ranks. `spans`: those of this rank's writes."""
     plan_s, commit_s = (report.phases.get(name, 0.0) for name in ("plan", "commit"))
     around = (
         Span("plan", 0.0, plan_s, plan_s),
@@ -157,7 +157,7 @@ def report_to_agent(
     )
     sent = add_phases({span.node: span.busy_s} for span in spans if span.phase == "send")
     buddies = decision.buddies_of(report.node_id)
-    # Rank 0 has one figure for all buddies of another rank.
+    # For another rank, rank 0 has only one figure for all its buddies together.
     if not spans and len(buddies) == 1 and "send" in report.phases:
         sent = {buddies[0]: report.phases["send"]}
     return RankReport(

@@ -25,7 +25,7 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.versions.linked import CommittedShard
 
 OWN_FILE_BYTES_MIN = 256 << 10
-"""Of tensors in a part: less is written into the file of the weights. A file of its own costs an fsync and a message."""
+"""A part with fewer bytes of tensors goes into the file of the weights: its own file would cost an fsync and a message."""
 
 PartName: TypeAlias = Literal["weights", "optimizer", "rest"]
 PartOf: TypeAlias = Callable[[str], PartName]
@@ -35,14 +35,14 @@ _PARTS: Mapping[str, Part] = {"weights": Part.WEIGHTS, "optimizer": Part.OPTIMIZ
 
 
 _PLANS_KEPT = 8
-"""A rank's own plan, and those of the ranks whose shards it copies."""
+"""Cached divisions: of a rank's own plan, and of those of the ranks whose shards it copies."""
 
 
 @dataclass
 class Parts:
     """Divides the entries of a state into parts, by the user's function or by their names. One thread.
 
-    Results for a plan are remembered: a plan that is cached from save to save is the same object.
+    It caches the result for each list of items: a plan that is cached from save to save has the same list.
     """
 
     part_of: PartOf | None = None
@@ -112,7 +112,7 @@ def without_optimizer(metadata: Metadata, parts: Parts) -> tuple[Metadata, tuple
 Items = Sequence[WriteItem]
 
 _SAMPLES, _SAMPLE_BYTES = 4, 64
-"""Few: an entry that is trained differs in each of them, and one that is not is found by its hash."""
+"""Few samples suffice: a trained entry differs in nearly all of them, and for the others the hash decides."""
 _SAMPLED_BYTES_MIN = 64 << 10
 ENTRY_BYTES_MIN = 1 << 20
 """The samples of smaller entries would cost more than 2 % of a fast save."""
@@ -197,9 +197,9 @@ class UnchangedEntries:
 
     def __init__(self) -> None:
         self.chosen: Mapping[MetadataIndex, int] = {}
-        """The entries that lie in a file of their own from the next save on, with their bytes."""
+        """The entries that go into the file of unchanged entries from the next save on, with their sizes in bytes."""
         self.file: UnchangedFile | None = None
-        """The last committed one."""
+        """The file of the last committed save."""
         self._samples: Mapping[MetadataIndex, bytes] = {}
         self._excluded: set[MetadataIndex] = set()
         self._rewritten_bytes = 0
@@ -212,10 +212,9 @@ class UnchangedEntries:
         self._changed: Collection[MetadataIndex] = ()
 
     def begin_save(self, items: Items) -> tuple[Items, Items]:
-        """The items of the usual files, and those of the file of unchanged entries. Items that stay are the same
-        objects.
+        """Divides items into those of the usual files and those of the file of unchanged entries.
 
-        Results of a failed save are forgotten.
+        For the same list of items it returns the same lists. Forgets the results of a failed save.
         """
         self._forget()
         if not self.chosen:
@@ -230,7 +229,7 @@ class UnchangedEntries:
     def write_sampled(
         self, writer: ItemWriter, stream: Stream, item: WriteItem, planner: SavePlanner
     ) -> tuple[int, int]:
-        """As `writer.write_item`. Also stores samples of the item's bytes, if the item may go into the file later."""
+        """As `writer.write_item`. Also hashes samples of the item's bytes, if the item may go into the file later."""
         if not self._is_candidate(item):
             return writer.write_item(stream, item, planner)
         align(stream)
@@ -269,13 +268,13 @@ class UnchangedEntries:
         chosen = {index: size for index, size in self.chosen.items() if index not in self._excluded}
         alike = {index: size for index, (sample, size) in self._seen.items() if self._samples.get(index) == sample}
         more, before = sum(alike.values()), sum(chosen.values())
-        # A file with more entries is written anew: only once that costs no more than they have cost outside of it.
+        # More entries need a new file: only once writing it costs no more than they have cost in the usual files.
         self._rewritten_bytes += more
         total = before + sum(size for _, size in self._seen.values())
         is_worth_it = not is_helped or 2 * (before + more) >= total
         if is_worth_it and self._rewritten_bytes >= before:
             chosen, self._rewritten_bytes = chosen | alike, 0
-        if chosen != self.chosen:  # else the items that were found for it count still
+        if chosen != self.chosen:  # otherwise the cached division of the items stays valid
             self.chosen = chosen
         self._samples = {index: sample for index, (sample, _) in self._seen.items()}
         self._forget()

@@ -1,4 +1,4 @@
-"""Writing this rank's shard, or submitting it: to the node's own store and to the buddies."""
+"""Writes a rank's shards to its node's store and the buddies, or submits them to the node's agent."""
 
 import logging
 import time
@@ -99,7 +99,7 @@ class ShardWriter:
         Raises as `begin_shard`.
         """
         unchanged, began = self.unchanged, time.monotonic()
-        assert unchanged is not None, "without it no item is known not to change"
+        assert unchanged is not None, "without it no item counts as unchanged"
         hashes = unchanged.hash_items(self._items, items, planner)
         hashed_s, file, found = time.monotonic() - began, unchanged.file, None
         wanted = self._choose_places(decision, rank, Part.UNCHANGED)
@@ -140,9 +140,9 @@ class ShardWriter:
     def write_copy(
         self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, owner: int, rank: int
     ) -> ShardReceipt:
-        """Writes these items, which this rank has, too, as a shard of the rank `owner`, into this node's own store.
+        """Writes a copy of a shard of the rank `owner` into this node's own store, from this rank's own values.
 
-        With "peer-memory" its fsync follows. Raises as `begin_shard`.
+        With ack="peer-memory" the fsync follows later. Raises as `begin_shard`.
         """
         wanted = self._choose_place_of_copy(decision, owner, rank, part)
         wanted = replace(wanted, own_durable=self._ack != "peer-memory")
@@ -184,7 +184,7 @@ class ShardWriter:
         accepts it, the node's agent is another user's, or too much of the shard lies outside `staged`.
 
         Raises:
-            SaveAborted: the save was aborted elsewhere. And whatever the planner raises.
+            SaveAborted: the save was aborted elsewhere. And any error of the planner.
         """
         wanted = self._choose_places(decision, rank, part)
         return self._submit(items, planner, wanted, staged, start_agent, self.unchanged)
@@ -211,7 +211,7 @@ class ShardWriter:
             except BaseException:
                 layout.close()
                 raise
-        # Submitting is only faster: an agent that is away must not fail the save.
+        # Submitting only saves time: without an agent the save must still succeed.
         except (StoreUnavailable, StoreDenied, TooMuchElsewhere) as exc:
             if not self._has_said_why:
                 log.warning("this rank writes its shards itself: %s", exc.message)
@@ -225,7 +225,7 @@ class ShardWriter:
         """The places of this rank's shard. With "local", only its own node: buddies fetch their copies afterwards."""
         own, name = decision.node_of(rank).node_id, _name_of(decision, rank, part)
         placed = decision.buddies_of(own) if self._ack != "local" else ()
-        # A buddy where a rank writes the copy from its own memory is sent nothing.
+        # Nothing is sent to a buddy where a helper writes the copy.
         helped = find_helped(decision, rank) if is_copied(name) else ()
         buddies = [node for node in placed if node not in helped]
         spares = [node for node in decision.holders_for(own) if node not in placed]
@@ -240,7 +240,7 @@ class ShardWriter:
         )
 
     def _choose_place_of_copy(self, decision: SaveDecision, owner: int, rank: int, part: Part) -> WantedCopies:
-        """The place of the shard of the rank `owner`: this node's store only."""
+        """The place of a helper's copy of a shard of the rank `owner`: only this node's store."""
         name = _name_of(decision, owner, part)
         return WantedCopies(decision.save_id, name, decision.node_of(rank).node_id, direct_io=self._direct_io)
 
@@ -277,9 +277,9 @@ def _name_of(decision: SaveDecision, rank: int, part: Part) -> str:
 
 
 def sort_for_shard(items: Items) -> list[WriteItem]:
-    """Puts small items first, next to each other: scalars and objects, which all ranks read, in whole blocks.
+    """Puts small items first, so that scalars and objects, which all ranks read, lie in few blocks.
 
-    Otherwise each rank would read a block of neighbouring data for each step count of an optimizer, one per parameter.
+    Otherwise each rank would read a whole block for the step count that an optimizer has for each parameter.
     """
     small, large = _split_by_size(items)
     return small + large

@@ -32,13 +32,14 @@ from replicated_ckpt.stores.tee import REFERRED_BYTES_MIN
 from replicated_ckpt.stores.threads import forget_locals, start_worker
 
 STAGED, BETWEEN = 0, 1
-"""Numbers of the descriptors: the segment with the staged storages, and what surrounds them in the shard."""
+"""Numbers of the two descriptors: the segment with the staged storages, and a file with all other bytes of the shard."""
 BETWEEN_BYTES_MAX = 256 << 20
-"""Of objects, and of what a planner has made anew: more is written by the rank itself, which holds less of it at once."""
+"""For bytes outside the staged copy: objects, and tensors that a planner has made. A rank with more of them writes its
+shard itself, which takes less memory."""
 
 
 class TooMuchElsewhere(ReplicatedCkptError):
-    """Too much of a shard lies outside of the staged copy, so the shard cannot be submitted."""
+    """Too many bytes of a shard lie outside the staged copy, so the shard cannot be submitted."""
 
     default_hint = "The rank writes the shard itself. No action is needed."
 
@@ -72,7 +73,7 @@ class ShardLayout:
 
     def refer(self, data: memoryview) -> None:
         """Appends bytes by their place. They must not change until the shard is written."""
-        # A piece of its own costs more than the copy of a small item; read-only memory is not the staged copy's.
+        # A small item is cheaper to copy than to refer to. Read-only memory is not in the staged copy.
         if len(data) < REFERRED_BYTES_MIN or data.readonly:
             self.write(data)
             return
@@ -86,7 +87,7 @@ class ShardLayout:
         self.position += size
         if self.pieces:
             last, begin, before = self.pieces[-1]
-            # Neighbours become one piece: those of a million items would not fit into one message.
+            # Adjacent pieces become one: the pieces of a million items would not fit into one message.
             if last == source and begin + before == offset:
                 self.pieces[-1] = source, begin, before + size
                 return
@@ -94,12 +95,12 @@ class ShardLayout:
             self.pieces.append((source, offset, size))
 
     def finish_layout(self) -> None:
-        """Called after the last append: writes the copied bytes to the descriptor."""
+        """Writes the copied bytes to the descriptor. Call it after the last append."""
         with _taking_memory():
             self._file.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what could not be written, once more
+        with contextlib.suppress(OSError):  # a flush that has failed before fails again
             self._file.close()
 
 
@@ -122,7 +123,7 @@ LOG_HINT = "Read ROOT/.agent/log for what happened to the agent; then save again
 
 
 class AgentSilent(StoreUnavailable):
-    """This node's agent was asked to end the save, and no longer answers. It may have committed the save."""
+    """This node's agent was asked to finish the save, and no longer answers. It may have committed the save."""
 
     default_hint = (
         "The next save or load completes or aborts it. On rank 0's node, `replicated-ckpt status --root ROOT` "
@@ -131,10 +132,10 @@ class AgentSilent(StoreUnavailable):
 
 
 def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
-    """Has this node's agent end the save, and waits for it. An agent that dies is started and asked again.
+    """Has this node's agent finish the save, and waits for it. If the agent dies, starts it and asks it again.
 
     Raises:
-        AgentSilent: it stopped answering, or could not be started again. Others: it has aborted or refused the save.
+        AgentSilent: the agent stopped answering, or could not be started again. Others: it has aborted or refused the save.
     """
     body = json.dumps(outline.to_json()).encode()
     for tries_left in reversed(range(_TRIES)):
@@ -142,14 +143,14 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
             return _finish(store, outline.manifest.save_id, body)
         except AgentSilent:
             raise
-        except (StoreUnavailable, ObjectMissing) as exc:  # it was started again, and has no record of the save
+        except (StoreUnavailable, ObjectMissing) as exc:  # missing: a restarted agent has no record of the save
             if tries_left == 0:
                 raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
             log.warning("asks this node's agent again to finish the save: %s", exc)
         time.sleep(_PAUSE_S)
         try:
             start_agent()
-        except BaseException as exc:  # of a start; one that lives may be finishing the save, and decide
+        except BaseException as exc:  # the start failed, but a live agent may be finishing the save
             raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _describe(exc)) from exc
     raise AssertionError("the last try returns or raises")
 
@@ -165,7 +166,7 @@ def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
             failpoints.reach("coordinator.submitted")
             return Finished.from_json(client.call("POST", path))
         except ReplicatedCkptError:
-            raise  # the agent has given the save up, or is gone
+            raise  # the agent has aborted the save, or has ended
         except BaseException as exc:  # the agent may have decided: the other nodes must not abort
             raise AgentSilent("this node's agent", "finish", save_id, _describe(exc)) from exc
 
@@ -176,7 +177,7 @@ def _describe(exc: BaseException) -> str:
 
 _AGENT = "this node's agent"
 _never_released: list[tuple[socket.socket, memoryview | None]] = []
-"""Connections that no thread could watch, with the memory that their agents may read: a copy of a state each, at worst."""
+"""Connections that no thread could watch, with the memory that their agents may read: at worst a whole copy of a state."""
 
 
 class Submission:
@@ -189,8 +190,8 @@ class Submission:
         """Returns the copies of the shard, once it is durable in the node's own store.
 
         Raises:
-            StoreUnavailable: the agent died or hangs, so the outcome is unknown. Others: the error that kept the shard
-                from being written.
+            StoreUnavailable: the agent died or hangs, so the outcome is unknown. Others: the agent could not write the
+                shard.
         """
         while True:
             answer = _receive(self._connection)
@@ -204,8 +205,8 @@ class Submission:
         _keep_while_read(self._connection, memory)
 
     def close(self) -> None:
-        """Ends this rank's part in the save. From then on the agent settles what it has of the save."""
-        with contextlib.suppress(OSError):  # closed before, or the agent is gone, or this is a fork
+        """Ends this rank's part in the save. From then on the agent may settle the save on its own."""
+        with contextlib.suppress(OSError):  # already closed, or the agent has ended, or this is a forked child
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -218,8 +219,8 @@ def submit(
     `memory`: must not change as long as the agent may read it, even if this raises.
 
     Raises:
-        StoreUnavailable: no agent accepts shards. StoreDenied: it is another user's. Others: it refuses this one.
-            Nothing of the shard was written.
+        StoreUnavailable: no agent accepts shards. StoreDenied: the agent is another user's. Others: the agent refuses this
+            shard. Nothing of the shard was written.
     """
     try:
         connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
@@ -239,23 +240,22 @@ def submit(
 
 
 def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> None:
-    """Drops the connection, and keeps the memory until the agent has closed it, too: the agent has then ended the
-    shard, or is dead.
+    """Half-closes the connection, and keeps the memory until the agent has closed it, too. The agent has then finished with
+    the shard, or has died.
 
-    A stopped agent that continues later reads the memory that it was sent before, where the next save's bytes would
-    otherwise lie.
+    A stopped agent that continues later still reads this memory. Without this, the next save's bytes could lie there.
     """
     fd = connection.detach()  # `connection` is closed from here on
     if fd < 0:
-        return  # closed before
+        return  # already closed
     kept = socket.socket(fileno=fd)
     close_in_forks(kept)
     with contextlib.suppress(OSError):
-        kept.shutdown(socket.SHUT_WR)  # for the agent this rank has left: it begins nothing for it
+        kept.shutdown(socket.SHUT_WR)  # the agent sees that this rank has left, and begins nothing more for it
     try:
         start_worker(_wait_for_end, kept, memory, name="rckpt-kept")
     except StoreUnavailable as exc:
-        log.warning("memory that was submitted is kept for good: %s", exc)
+        log.warning("the memory of a submitted shard is never freed: %s", exc)
         _never_released.append((kept, memory))
 
 
@@ -285,11 +285,11 @@ def _unavailable(exc: Exception) -> StoreUnavailable:
 
 
 _FOLLOW_TRIES = 3
-_FOLLOW_PAUSE_S = 0.3  # an agent that starts again needs a moment until its socket is there
+_FOLLOW_PAUSE_S = 0.3  # a restarted agent needs a moment to open its socket
 
 
 class Follower:
-    """Waits for the outcome of one submitted shard. `end` returns this outcome; `leave` ends this rank's part in the
+    """Waits in a thread for the outcome of one submitted shard, which `end` gets. `leave` ends this rank's part in the
     save.
     """
 
@@ -302,8 +302,8 @@ class Follower:
         start_agent: Callable[[], object],
         submitted: Submission,
     ) -> None:
-        """The layout is closed when it is no longer needed. Raises StoreUnavailable: no thread can be started; the
-        agent is released.
+        """Closes `layout` once it is no longer needed. Raises StoreUnavailable: no thread can be started. The layout and
+        the connection to the agent are closed then.
         """
         self._store, self._shard, self._layout, self._start_agent = store, shard, layout, start_agent
         self._staged: memoryview | None = staged
@@ -318,7 +318,7 @@ class Follower:
             raise
 
     def leave(self) -> None:
-        """Ends this rank's part; the agent notices once it no longer needs the memory."""
+        """Ends this rank's part, once the outcome is known. The agent notices it by the closed connection."""
         self._left.set()
         if self.end.done():
             self._submitted.close()
@@ -326,11 +326,11 @@ class Follower:
     def _follow(self) -> None:
         try:
             found, error = self._wait(), None
-        except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
-            # The future keeps the error, and its frames would keep the staged memory.
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; `end` gets the error
+            # The future holds the error, whose frames would hold the staged memory.
             found, error = None, forget_locals(exc)
         self._layout.close()
-        # Before the future is done: its waiters may use the memory again.
+        # Before the future is done: after that, its waiters may reuse the memory.
         self._staged = None
         if found is not None:
             self.end.set_result(found)
@@ -340,17 +340,17 @@ class Follower:
             self._submitted.close()
 
     def _wait(self) -> WrittenCopies:
-        first: StoreUnavailable | None = None  # later ones may come from a connection that is closed by then
+        first: StoreUnavailable | None = None  # the cause: later errors may only report a closed connection
         for tries_left in reversed(range(_FOLLOW_TRIES)):
             try:
                 return self._submitted.wait()
             except StoreUnavailable as exc:
-                assert self._staged is not None, "it is dropped when the shard has ended"
+                assert self._staged is not None, "dropped only when the shard has ended"
                 self._submitted.detach(self._staged)
                 first = first or exc
                 if tries_left == 0:
                     raise first from exc
-                log.warning("%s; it is submitted again", exc)
+                log.warning("%s; the shard is submitted again", exc)
                 self._again()
         raise AssertionError("the last try returns or raises")
 
@@ -361,5 +361,5 @@ class Follower:
             assert self._staged is not None, "it is dropped when the shard has ended"
             descriptors = [descriptor_of(self._staged), self._layout.between]
             self._submitted = submit(self._store, self._shard, descriptors, self._staged)
-        except StoreUnavailable as exc:  # the next wait on the closed connection raises again
-            log.warning("not submitted again yet: %s", exc)
+        except StoreUnavailable as exc:  # the next wait, on the closed connection, raises and leads here again
+            log.warning("the shard could not be submitted again yet: %s", exc)

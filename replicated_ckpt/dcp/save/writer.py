@@ -38,7 +38,7 @@ from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.runtime.user_code import find_line
-from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S, ObjectTier, Retaining, check_timeout
+from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S, ObjectTier, RetentionPolicies, check_timeout
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck
 from replicated_ckpt.dcp.save.save_attempt import SaveAttempt, WriterParts
 from replicated_ckpt.dcp.save.save_report import SaveReport
@@ -79,7 +79,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         process_group: ranks of the save. None: the group that was passed to `dcp.save`.
         object_store: a bucket to which the nodes' agents upload every checkpoint: "s3://bucket/prefix", or any URL that
             fsspec supports. `dcp.save` waits for the upload only with ack="object"; `wait()` does.
-        storage_options: access to the bucket, as s3fs takes it. Missing options come from the environment or a profile.
+        storage_options: credentials and endpoint of the bucket, as s3fs takes them. Missing options come from the
+            environment or a profile.
         object_every: upload only every n-th checkpoint of the run.
         retention, object_retention: which checkpoints of the run the nodes, and the object store, keep, such as
             Retention(keep_last=3, keep_every=10); the same on all ranks. None: all of them. The checkpoints of a run
@@ -182,7 +183,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             ShardWriter(store, self.config.direct_io, self.config.ack, links=self.config.link_unchanged),
             CachedLayouts(),
             ObjectTier(store, self._target, self.config.object_every),
-            Retaining(store, self.config, self._target),
+            RetentionPolicies(store, self.config, self._target),
             find_line(),
             self._on_save,
             ReplicaCheck(self.config.parts_compared),
@@ -195,8 +196,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return f"<ReplicatedWriter({used.root!r}, copies={used.copies}, ack={used.ack!r}{bucket})>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its arguments, for another process, to which `dcp.async_save` sends them. The process group there is the
-        default one.
+        """The constructor's arguments, which `dcp.async_save` sends to another process. The writer there uses the default
+        process group.
         """
         kept = {"storage_options": self._storage_options, "on_save": self._on_save, "part_of": self._part_of}
         return {**vars(self.config), **kept}
@@ -210,7 +211,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return self._parts.store
 
     def note(self, notes: Mapping[str, Any]) -> None:
-        """Keeps notes (core.notes) with the next save. The coordinator's count."""
+        """Stores notes (core.notes) with the next save. Only the coordinator's are used."""
         self._next_notes = notes
 
     def keep_best(self, metric: str, best_is: BestIs) -> None:
@@ -220,7 +221,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             name: replace(each, keep_best=metric, best_is=best_is) for name, each in tiers.items() if each is not None
         }
         self.config = replace(self.config, **kept)
-        retaining = Retaining(self._parts.store, self.config, self._target)
+        retaining = RetentionPolicies(self._parts.store, self.config, self._target)
         self._parts = replace(self._parts, config=self.config, retaining=retaining)
 
     def limit_memory(self, generations: int) -> None:
@@ -235,7 +236,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     @property
     def last_version(self) -> Version | None:
-        """The place in its lineage of the last save that this rank wrote for. None before the first, or if it was
+        """The lineage and sequence of the last save that this rank wrote for. None before the first, or if the last was
         refused.
         """
         return None if self._attempt is None else self._attempt.version
@@ -246,7 +247,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Copies the state into this process's memory, each byte once. If this writer still saves, waits for that save
         first.
 
-        A state that does not fit into memory is not copied: a line is logged, and `synchronize_staging` waits for the
+        A state that does not fit into memory is not copied. That is logged, and `synchronize_staging` waits for the
         write.
         """
         with telling_if_left(self._process_group):
@@ -281,9 +282,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """Called before the planner gets the state: the staged state is copied when this returns."""
+        """DCP calls this before the planner gets the state. When it returns, the state is copied."""
         self._stager.await_copy()
-        # Here, as the planner may raise before our first hook: the other ranks would not notice this one's end.
+        # Here, because the planner may raise before our next hook: other ranks would not notice the end of this one.
         watch_first_step(self._process_group)
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
@@ -302,7 +303,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         # Taken once: the next save without an id must not get this one's name or notes.
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
-        # A save that failed before its last step is still locked here: agents would wait for it.
+        # A save that failed before its last step is still locked by this rank, and agents would wait for it.
         if self._attempt is not None:
             self._attempt.close()
         if not kwargs.get("use_collectives", True):
@@ -311,9 +312,10 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 "Leave use_collectives at True.",
             )
         world = world_of_call(self._process_group, None)
-        # Two saves in one group at once: their collectives would meet each other's on other ranks.
+        # Two saves in one group at once would mix their collectives.
         await_turn(world.group_name)
-        if self._stager.is_of_group() and world.blackboard is None:  # else each rank would save its part as the whole
+        # Otherwise each rank would save its part as the whole state.
+        if self._stager.is_of_group() and world.blackboard is None:
             raise ConfigInvalid(
                 f"The asynchronous save of {self.checkpoint_id!r} is lost: its process groups were destroyed before it "
                 "had begun.",
@@ -330,12 +332,12 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         world.watch_call(self._attempt.break_off)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Registers this rank with the coordinator, and leaves the plan as it is. Raises ConfigInvalid: it could not be
-        loaded.
+        """Registers this rank with the coordinator, and returns the plan unchanged. Raises ConfigInvalid: no load could
+        read it.
         """
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
-        self._under_way.present(plan, is_staged=self._stager.memory() is not None)
+        self._under_way.register(plan, is_staged=self._stager.memory() is not None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -353,7 +355,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             future.set_result(self._under_way.write_shard(plan, planner, self._stager.memory()))
         finally:
             if isinstance(planner, CachedSavePlanner):
-                # The cached planner keeps its plan, not the state: that would stay in memory until the next save.
+                # The cached planner keeps its plan, but must not keep the state in memory until the next save.
                 planner.forget_state()
             self._stager.note_written()
             self._parts.planning.end_pause()
@@ -405,7 +407,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """This thread's save. Raises ConfigInvalid: another thread has begun one with this writer."""
         attempt = self._attempt
         assert attempt is not None, "DCP calls set_up_storage_writer first"
-        # Attempt and staging are one save's: two threads would mix their shards.
+        # Attempt and staging belong to one save: two threads would mix their shards.
         if attempt.thread != threading.get_ident():
             raise ConfigInvalid(f"Two threads save with {self!r} at once.", "Give each thread its own writer.")
         return attempt

@@ -61,7 +61,7 @@ def _cudart() -> Any:
 
 
 _IDLE_MAX = 1
-"""Idle segments that are not dropped when another one is leased: two writers that save by turns have one each."""
+"""Idle segments that are kept when another one is leased: two writers that save in turn have one each."""
 
 
 class StagingRefused(ReplicatedCkptError):
@@ -81,7 +81,7 @@ class Segment:
         self._pinned: PinnedPages | None = None
         self._is_to_be_pinned = True
         self.is_kept = True
-        """Whether it becomes idle, not freed, when its lease ends."""
+        """Whether the segment becomes idle when its lease ends. Otherwise it is freed."""
         self._ask_for_huge_pages()
 
     @property
@@ -98,15 +98,17 @@ class Segment:
         self._ask_for_huge_pages()
 
     def lease(self) -> memoryview:
-        """All of it, for one save. When the last tensor over this very view is gone, the segment is idle again."""
+        """A view of the whole segment, for one save. When the last tensor over this view is gone, the segment is idle
+        again.
+        """
         view = memoryview(self._memory)
         _leased[id(view)] = self
         weakref.finalize(view, _give_back, self, os.getpid(), id(view)).atexit = False
         return view
 
     def pin(self) -> None:
-        """Pins it, so that GPUs copy straight into it. If CUDA refuses, they copy through their own buffers."""
-        # Once per size: a driver that refused would refuse, and warn, at each save.
+        """Pins it, so that GPUs copy directly into it. If CUDA refuses, they copy through their own buffers."""
+        # Once per size: a driver that has refused would refuse again, with a warning, at each save.
         if self._is_to_be_pinned:
             self._is_to_be_pinned = False
             try:
@@ -127,7 +129,7 @@ _taking = threading.Lock()
 def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memoryview:
     """Memory of at least this size that no other save uses: an idle segment, grown if it is too small, or a new one.
 
-    Memory is taken only if `available_bytes`, called when more is needed than lies idle, allows it.
+    If it needs new memory, it takes at most what `available_bytes` returns.
 
     Raises:
         StagingRefused: the limit or the system does not allow it. Nothing was taken.
@@ -148,7 +150,10 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
                 for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
                     _idle.remove(taken)
             return _prepare(found, size_bytes).lease()
-        except (OSError, MemoryError) as exc:  # any other error of one rank leaves the others waiting
+        except (
+            OSError,
+            MemoryError,
+        ) as exc:  # with StagingRefused the save continues; other errors would strand the ranks
             raise StagingRefused(
                 f"A copy of the state needs {missing:,} more bytes of memory, but the system gives none: {exc}."
             ) from exc
@@ -181,9 +186,10 @@ def drop_idle_segments() -> None:
 
 
 def _give_back(segment: Segment, pid: int, lease: int) -> None:
-    """Runs wherever the last tensor dies, perhaps while this thread holds `_taking`: so it takes no lock.
+    """Makes the segment of a lease idle. It takes no lock, because it runs wherever the last tensor dies, perhaps while
+    this thread holds `_taking`.
 
-    After a fork the memory is the parent's: a child that reused it would write over the parent's copy.
+    In a forked child the memory is the parent's: a child that reused it would overwrite the parent's copy.
     """
     _leased.pop(lease, None)
     if os.getpid() == pid and segment.is_kept:
@@ -202,17 +208,17 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _KEPT_FREE = 10
-"""One part in so many of the available memory is left to other processes."""
+"""This fraction, one tenth, of the available memory is left to other processes."""
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes its largest number in place of no limit."""
 
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
-"""Where torchrun, Open MPI, MPICH and Slurm put the number of ranks on a node: the first that is set counts."""
+"""Where torchrun, Open MPI, MPICH and Slurm put the number of ranks on a node. The first variable that is set counts."""
 
 
 def share_of_rank(environment: Mapping[str, str] | None = None) -> int:
-    """Bytes that one rank may take: ranks of one node stage at the same time, so each takes its part only."""
+    """Bytes that one rank may take: the ranks of a node stage at the same time, so each takes only its share."""
     return takeable_bytes() // _count_local_ranks(os.environ if environment is None else environment)
 
 
@@ -230,13 +236,15 @@ def _count_local_ranks(environment: Mapping[str, str]) -> int:
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """The machine's MemAvailable, or less if a limit above this process leaves less; page cache is not counted."""
+    """The machine's MemAvailable, or less if a cgroup of this process leaves less. Page cache does not count as used."""
     machine = _numbers((proc / "meminfo").read_text(encoding="ascii"))["MemAvailable:"] << 10
     return min([machine, *(max(0, left) for left in _left_by_cgroups(proc, cgroups))])
 
 
 def _left_by_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """The memory that each cgroup with a limit leaves, from this process's own up. A container may see only the topmost."""
+    """The memory that is left in each cgroup with a limit, from this process's own up. A container may see only the
+    topmost.
+    """
     try:
         lines = os.fsdecode((proc / "self" / "cgroup").read_bytes()).rstrip("\n").split("\n")
     except FileNotFoundError:  # a kernel without cgroups
@@ -263,7 +271,7 @@ def _left_by(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int
         limit = (folder / limit_name).read_text(encoding="ascii").strip()
         usage = int((folder / usage_name).read_text(encoding="ascii"))
         counts = _numbers((folder / "memory.stat").read_text(encoding="ascii"))
-    except OSError:  # the topmost cgroup has no limit, and a container sees no other's, or may not look at it
+    except OSError:  # the topmost cgroup has no limit; in a container, other cgroups may be missing or unreadable
         return None
     if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
         return None

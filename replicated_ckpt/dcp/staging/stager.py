@@ -1,4 +1,4 @@
-"""Staging the saves of one writer, one after the other. If there is no memory for a copy, a save works without one."""
+"""Stages the asynchronous saves of one writer, one at a time. If there is no memory for a copy, a save works without it."""
 
 import gc
 import logging
@@ -29,27 +29,26 @@ log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT_S = 30.0
 GIVE_WAY_S = 0.05
-"""How long the thread that saves lets `dcp.async_save` return first. Otherwise training, which needs the interpreter for
-that, waits until the saving thread is made to give it up, which is after 5 ms (`sys.getswitchinterval`)."""
+"""How long the saving thread waits for `dcp.async_save` to return. Otherwise the training thread would wait for the
+interpreter lock, for 5 ms each time (`sys.getswitchinterval`), while the saving thread computes."""
 _POLL_S = 0.02
 
 
 _last_by_group: "weakref.WeakValueDictionary[str, Stager]" = weakref.WeakValueDictionary()
-"""The stager that staged last, by the group of its ranks. If two saves ran there at once, collectives of one would meet
-those of the other on other ranks."""
+"""By process group: the stager that staged last. Two saves in one group at once would mix their collectives."""
 
 
 def await_turn(group_name: str) -> None:
-    """Returns once no other thread of this process makes an asynchronous save in this group."""
+    """Returns once no other thread of this process runs an asynchronous save in this group."""
     last = _last_by_group.get(group_name)
     if last is not None:
         last.wait_for_last()
 
 
 class _SaveBehind:
-    """An asynchronous save, without its state: the error, which its future has, may hold on to the copy.
+    """An asynchronous save under way. It refers weakly to the future, whose error may hold the copied state.
 
-    A process that was forked meanwhile has no thread that would end the save, and so nothing to wait for.
+    In a forked child no thread would end the save, so there is nothing to wait for.
     """
 
     def __init__(self, future: "Future[Any]") -> None:
@@ -58,7 +57,9 @@ class _SaveBehind:
         self._failure = ""
 
     def note_end(self, future: "Future[Any]") -> None:
-        """May run after the waiters of the future have gone on, so it changes nothing but this save."""
+        """A callback of the future. It may run after the waiters of the future have continued, so it changes only this
+        object.
+        """
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._failure = describe_failure(error)
@@ -104,13 +105,13 @@ class Stager:
         self._returns.set()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state; or the state itself, if that does not fit or fails: `synchronize` then waits for the write.
+        """A copy of the state. Or the state itself, if it cannot be copied: `synchronize` then waits for the write.
 
         Raises:
             StagingRefused: it does not fit or cannot be copied, and the caller is not `dcp.async_save`.
         """
         self.wait_for_last()
-        # Forgotten before anything can raise: a failed staging must not leave the marks of the save before.
+        # Reset before anything can raise: a failed staging must not leave the marks of the save before.
         self._asked_by, self._thread, self._lease, self._behind = None, None, None, None
         self._is_uncopied = self._is_staged = self._needs_group = False
         self._written.clear()
@@ -140,7 +141,7 @@ class Stager:
                 raise
             log.warning("%s Training waits in async_save until this rank has written its shard.", exc.message)
             self._is_uncopied = True
-            # The saving thread does not use the training's streams: the state must be complete before it reads it.
+            # The saving thread does not use the training's streams: the state must be complete before that thread reads it.
             await_device()
             return state_dict
 
@@ -181,7 +182,9 @@ class Stager:
             self._behind.wait_for_end(timeout_s)
 
     def synchronize(self) -> None:
-        """From here on the original may change. A state that was not copied was written by then, or its write failed."""
+        """When this returns, the original may change. If it was not copied, this waits until its write has ended or
+        failed.
+        """
         self._returns.set()
         call = find_async_call()
         if call is None or call.future is None:
@@ -194,15 +197,16 @@ class Stager:
             pass
 
     def follow(self, future: "Future[Any]") -> None:
-        """The staged state is saved until this future is done, by another thread than this one."""
+        """Records that another thread saves the staged state. That save has ended when this future is done."""
         self._returns.set()
         self._asked_by = threading.current_thread()
         self._behind = _SaveBehind(future)
 
     def begin_save(self) -> None:
-        """This thread saves the staged state; or another state, if it is the one that staged: after the save before.
+        """The calling thread begins to save the staged state. If it is the thread that staged, it begins another,
+        synchronous save, and this first waits for the asynchronous one.
 
-        Torch 2.7 and 2.8 name a checkpoint in `dcp.async_save` too, before they stage: this waits for the save before.
+        Torch 2.7 and 2.8 also get here in `dcp.async_save`, before they stage: this only waits for the save before.
         """
         if find_async_call() is not None:
             self.wait_for_last()
@@ -213,11 +217,11 @@ class Stager:
             self._behind = None  # `wait_for_staging` is for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
-            self._returns.set()  # it gives way once in a save
+            self._returns.set()  # it waits once per save
         self._thread = threading.current_thread()
 
     def is_of_group(self) -> bool:
-        """Whether the save that begins now was asked for in a group of several ranks. True once a save."""
+        """Whether the save that begins now was staged for a group of ranks. Returns True once per save."""
         needs_group, self._needs_group = self._needs_group, False
         return needs_group
 
@@ -227,9 +231,11 @@ class Stager:
         return self._lease() if self._is_staged and self._lease is not None else None
 
     def free_flattened(self) -> None:
-        """Called when the planner has the state: from here on only the save may hold the copy, and no cycle of DCP's."""
+        """Frees reference cycles of DCP's flattening, so that only the save holds the copy. Call it when the planner has
+        the state.
+        """
         if self.memory() is not None and flattening_holds_tensors():
-            gc.collect(1)  # it is young: this does not walk through all objects of the process
+            gc.collect(1)  # the cycles are young: this does not visit all objects of the process
 
     def note_written(self) -> None:
         """Call it when the staged state is no longer read, after a write or a failed one."""
@@ -238,19 +244,18 @@ class Stager:
     def close(self) -> None:
         """Waits for the previous save, then frees the memory of copies that are no longer used.
 
-        If something still refers to a copy, as the thread that saved may for a moment, its memory is freed with the
-        last reference.
+        If something still refers to a copy, such as the thread that saved, the memory is freed with the last reference.
         """
         self.wait_for_last()
         drop_idle_segments()
 
     def wait_for_last(self) -> None:
-        """Returns once the save before is over, or no thread makes it."""
+        """Returns once the save before has ended, or no thread runs it."""
         while not self._is_last_over():
             time.sleep(_POLL_S)
 
     def _is_last_over(self) -> bool:
-        # The saving thread itself: it would wait for its own end.
+        # The saving thread would wait for its own end.
         if self._thread is threading.current_thread():
             return True
         if self._behind is not None:
@@ -259,13 +264,13 @@ class Stager:
         if self._lease is None or self._lease() is None:
             return True
         if self._thread is None:
-            # No thread ever began: DCP may have failed between staging and its thread, and nothing would ever end.
+            # No thread has begun the save: DCP may have failed after staging, and then no thread ever will.
             return time.monotonic() > self._staged_at + BEGIN_TIMEOUT_S
         return not self._thread.is_alive()
 
 
 def _find_group(call: AsyncCall | None) -> str | None:
-    """The name of the group in which a thread of this process will meet the other ranks; None: it will not."""
+    """The name of the group in which a thread of this process will save with other ranks. None: no thread will."""
     if call is None or call.in_process or call.no_dist or not dist.is_available() or not dist.is_initialized():
         return None
     group: Any = call.process_group or dist.group.WORLD

@@ -1,4 +1,4 @@
-"""A copy of a state dict that later changes of the original do not reach: its tensors' storages in one piece of memory."""
+"""A copy of a state dict, independent of later changes of the original. Its storages lie in one piece of memory."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ _Found = tuple[torch.Tensor, torch.Tensor, _Key]
 
 
 class StateCopy:
-    """Finds the storages of a state dict when made (`is_on_gpu`: whether a GPU has any), and copies it once.
+    """Finds the storages of a state dict, then copies it once. `is_on_gpu`: whether a GPU has any of the storages.
 
     Every storage is copied whole and once, however many tensors share it; the copies share it in the same way. Tensors
     of the copy lie on the CPU with shape, strides, dtype and `requires_grad` of the original. DTensors, ShardedTensors and
@@ -148,7 +148,7 @@ class StateCopy:
         return tensor if tensor.is_meta else _like(tensor, self._copy_object(tensor))
 
     def _copy_plain(self, plain: torch.Tensor, key: _Key) -> torch.Tensor:
-        # Reading it would be a segmentation fault.
+        # Reading a freed storage would be a segmentation fault.
         if is_freed(plain):
             self._leave(plain, "it has a tensor whose storage was freed")
             return plain
@@ -158,7 +158,7 @@ class StateCopy:
         made = self._made.get(key)
         if made is None:
             storage = plain.untyped_storage()
-            # Fills its whole storage: copied as it is, without another tensor over the raw bytes.
+            # The tensor fills its whole storage: it is copied as it is, without another tensor over the raw bytes.
             is_all = plain.storage_offset() == 0 and plain.nbytes == key[2] and plain.is_contiguous()
             if is_all and plain.dtype in _COPIED_AS_THEY_ARE:
                 self._made[key] = made = self._room_for(plain, key)
@@ -168,7 +168,7 @@ class StateCopy:
         return empty_tensor((0,), plain.dtype).set_(there, plain.storage_offset(), plain.size(), plain.stride())
 
     def _room_for(self, source: torch.Tensor, key: _Key) -> torch.Tensor:
-        """A tensor like this one, over its whole storage; `make` copies the elements."""
+        """A tensor on the CPU, of the same shape and type, in its place in the copy. `make` copies the elements later."""
         if self._memory is None:
             there = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         else:
@@ -184,7 +184,7 @@ class StateCopy:
             try:
                 return copy_value(value, self._memo)
             except Exception as exc:  # noqa: BLE001 - its own code runs
-                self._memo, failure = {}, exc  # parts of what failed are in it
+                self._memo, failure = {}, exc  # the old memo has parts of the failed copy
         if isinstance(value, Mapping):
             return {key: self._copy(inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -192,11 +192,11 @@ class StateCopy:
         return self._leave(value, f"a value of {type(value).__name__} cannot be copied: {failure}")
 
     def _leave(self, value: Any, why: str) -> Any:
-        """A value that cannot be copied. Without `memory` the copy is for another process, which gets the value itself
-        now.
+        """For a value that cannot be copied. Without `memory` the copy is sent to another process now, so this returns the
+        value itself.
 
-        Raises StagingRefused otherwise: the state is then saved without a copy, as in a synchronous save. Saved later
-        without a copy, the value would have the changes of training.
+        Otherwise raises StagingRefused, and the state is saved without a copy, as in a synchronous save. If only this value
+        were saved without a copy, it would contain later changes of training.
         """
         if self._memory is None:
             return value
@@ -211,10 +211,10 @@ def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 
 
 def _begin_storage(part: torch.Tensor) -> torch.Tensor:
-    """The same elements in the same memory, with which a storage of its own begins.
+    """The same elements in the same memory, at the beginning of a storage of their own.
 
-    torch 2.15 ends the process that sends a DTensor to another one if the DTensor's part does not begin its storage; 2.7
-    sends it.
+    To send a DTensor to another process, torch 2.15 needs a part that begins its storage: otherwise the sending process
+    dies. torch 2.7 needs none.
     """
     if not part.storage_offset():
         return part
@@ -241,7 +241,7 @@ def _copy_by_pickle(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor without its history, if it is nothing but elements in memory, or a Parameter of such."""
+    """The detached tensor, if it consists only of elements in memory, or is a Parameter that does. Else None."""
     if (
         not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter))
         or tensor.is_meta
