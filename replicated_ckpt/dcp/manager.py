@@ -222,7 +222,7 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: this save failed. Or the asynchronous save before it failed, and
                 nothing was saved now. Earlier checkpoints are unchanged.
             ConfigInvalid: the step is not a whole number from 0, or metrics or metadata cannot be stored. Nothing was
-                saved. With several ranks, a CheckpointException contains the second error.
+                saved. With several ranks, the error about metrics or metadata is in a CheckpointException.
         """
         checkpoint_id, notes = self._prepare("save", step, metrics, metadata)
         self._checkpoints.save(checkpoint_id, state, notes)

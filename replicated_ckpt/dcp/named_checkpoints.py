@@ -193,7 +193,7 @@ class NamedCheckpoints:
                 join_left_tier(group, [self.writer.store], checkpoint_id)
 
     def list_whole(self) -> tuple[Listed, ...]:
-        """The checkpoints of this run that can be loaded, newest first, as rank 0 finds them, once all have met.
+        """The checkpoints of this run that can be loaded, newest first. Rank 0 finds them once all ranks have called this.
 
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
@@ -254,7 +254,7 @@ class Named:
 
 
 Manifests = dict[str, Manifest | None]
-"""By save id, as rank 0 found them before they were removed from the nodes."""
+"""By save id: the manifests that rank 0 found. They are still needed once the nodes have removed theirs."""
 
 
 def find_saves(
@@ -328,9 +328,11 @@ def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, c
 def reject_everywhere(
     reader: ReplicatedReader, group: Any, checkpoint_id: str, *, is_rejected: bool
 ) -> tuple[str, ...]:
-    """Rank 0 marks a checkpoint on all nodes that answer and in the bucket, so that "latest" skips it, or removes the mark.
+    """Marks a checkpoint on all nodes that answer and in the bucket, so that "latest" skips it. With `is_rejected=False`,
+    removes the mark.
 
-    All ranks call this. Returns the nodes that were not reached, with the reasons. Each gets the mark once it is back.
+    All ranks call this, and rank 0 does it. Returns the nodes that were not reached, with the reasons. Each gets the mark
+    once it is back.
 
     Raises:
         CheckpointNotFound: no node that answered has the id, nor has the bucket. AgentUnavailable, StoreError: the mark is

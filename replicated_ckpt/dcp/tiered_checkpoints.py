@@ -323,7 +323,7 @@ class TieredCheckpoints:
         state: dict[str, Any],
         planner: LoadPlanner | None,
     ) -> str:
-        """Loads the first of the found checkpoints. If that is memory's and cannot be loaded, loads the next one.
+        """Loads the first of the found checkpoints. If it is memory's and cannot be loaded, loads the next one.
 
         If the checkpoint does not fit the state, or a part of the state refuses it, this raises: the tier is not at fault.
         """
@@ -372,7 +372,7 @@ class TieredCheckpoints:
         return loaded
 
     def list_whole(self) -> tuple[Listed, ...]:
-        """As NamedCheckpoints, of both tiers: a checkpoint in both counts as memory's.
+        """As NamedCheckpoints, of both tiers. If both have a checkpoint, the newer save counts, else memory's.
 
         Raises:
             ShardLost, StoreUnavailable: no tier found one, and a tier raised this error.

@@ -1,6 +1,4 @@
-"""The decision about one save: what the coordinator drew and chose, in the form that every rank reads, and each rank's
-receipt.
-"""
+"""The coordinator's decision about one save, in the form that every rank reads, and the receipt of each rank."""
 
 import os
 from base64 import b64decode, b64encode
@@ -37,8 +35,8 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
     """An upper bound of the bytes that a save of these plans writes, with room for planners that write wider types than
     planned.
 
-    Returns NOTHING_ANNOUNCED if plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
-    CachedSavePlanner contains the whole plan, and counts.
+    Returns NOTHING_ANNOUNCED if plan caching (`enable_plan_caching`) has left out an unchanged plan. A cached plan of a
+    CachedSavePlanner contains the whole plan, from which the bound follows.
     """
     plans = [find_whole(plan) for plan in plans]
     # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
@@ -96,18 +94,18 @@ class SaveDecision:
     ticket: str = field(default="", repr=False)
     known_layout: str = ""
     file_number: int = 0
-    """The first of the numbers in its shards' names. On the save's nodes, no other version of the checkpoint has them."""
+    """The first of the numbers in the names of its shards. No other version of the checkpoint on its nodes has them."""
     turn: Turn | None = None
-    """The values that the ranks compare; None: none."""
+    """The values that the ranks compare in this save. None: they compare nothing."""
     helpers: tuple[tuple[int, ...], ...] = ()
-    """By rank: the ranks that copy its shard to their nodes from their own memory. Empty if there are none at all."""
+    """By rank: the ranks that copy its shard to their nodes from their own memory. Empty if no rank has helpers."""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies, then nodes of other hosts."""
         buddies, domains = self.placement.buddies_by_node[node_id], self._domains_by_node
         taken = [domains[node] for node in (node_id, *buddies) if node not in self._silent]
         others = self.placement.substitutes(node_id)
-        # Substitutes that share the fewest failure domains with the other copies first: else one outage takes both.
+        # First those that share the fewest failure domains with the other copies: one outage must not take both.
         order = (*buddies, *sorted(others, key=lambda other: find_shared(domains[other], taken)))
         return tuple(node for node in order if node not in self._silent)
 
@@ -143,7 +141,7 @@ class SaveDecision:
     def ranks_of(self, node_id: str) -> tuple[int, ...]:
         return tuple(self._ranks_by_node[node_id])
 
-    # Computed once: every rank looks up nodes, and a search for each look-up grows with the square of the nodes.
+    # Computed once: every rank looks up nodes, and the time of searches would grow with the square of their number.
     @cached_property
     def _silent(self) -> frozenset[str]:
         return frozenset(self.unreached)
@@ -366,7 +364,7 @@ class ShardReceipt:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether the node's agent writes it."""
+        """Whether the node's agent writes this shard."""
         return self.size_bytes == 0
 
 
@@ -387,7 +385,7 @@ class Receipt:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether the node's agent writes any of its shards."""
+        """Whether the node's agent writes any shard of this rank."""
         return any(shard.is_submitted for shard in self.shards)
 
     def to_json(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network
 log = logging.getLogger(__name__)
 
 _DOCUMENTATION_ADDRESSES = ("192.0.2.1", "2001:db8::1")
-"""No network has them, so their route is the default route. Source: RFC 5737, RFC 3849."""
+"""Addresses that no network has: the route to them is the default route. Source: RFC 5737, RFC 3849."""
 _PLAIN_WARNING = (
     "Nodes talk to each other without encryption: this Python lacks the package `cryptography`, which makes "
     f"certificates. Run `pip install cryptography` on all nodes. On a trusted network, set {PLAIN_ENV}=1 "
@@ -194,7 +194,7 @@ def _post(
 
 
 def register_alone(store: LocalStore, domain: str | None) -> NodePost:
-    """Registers this node for this process alone: no agent is started."""
+    """Registers this node for a job of one process, without starting an agent."""
     node_id = store.node_id()
     address = AgentAddress(node_id, "", 0, "")
     return NodePost(node_id, socket.gethostname(), _read_boot_id(), _inode(store), domain, address)
@@ -314,8 +314,7 @@ _PAUSE_S = 0.2
 def ask_agent(
     store: LocalStore, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S
 ) -> dict[str, Any]:
-    """The answer of this node's agent, within this number of seconds. An agent that has died meanwhile is started
-    again.
+    """Returns the answer of this node's agent, within `within_s`. If the agent has died, starts it again.
 
     Raises:
         AgentUnavailable, StoreError: the agent does not answer. Others: the agent has refused.

@@ -38,9 +38,9 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 
 RELAY_FROM_BYTES = 64 << 20
-"""Bytes of `.metadata` for all nodes together, from which on nodes relay it. Fewer bytes the coordinator sends itself."""
+"""If `.metadata` for all nodes together is larger, nodes relay it. Otherwise the coordinator sends it to every node."""
 SENDS_AT_ONCE = 2
-"""Sends at a time by each node that has the file, the coordinator's included."""
+"""How many nodes each node that has the file sends it to at a time, the coordinator included."""
 
 
 class Relay:
@@ -68,7 +68,7 @@ class Relay:
         try:
             pull(source)
         except ReplicatedCkptError:
-            # The source may be dead or hung. This slot of it is never free again, so no other node waits for it.
+            # The source may be dead or hung: this slot stays taken, so that no other node waits for it.
             with self._sender(self._coordinator):
                 send()
                 return self._give([node] * SENDS_AT_ONCE)
@@ -76,9 +76,7 @@ class Relay:
 
     @contextmanager
     def _sender(self, wanted: str | None = None) -> Iterator[str]:
-        """A node that has the file and is free to send it, the latest first. The coordinator's slot is free again
-        afterwards.
-        """
+        """Yields a node that has the file and a free slot, the latest first. Afterwards the coordinator's slot is free."""
         with self._changed:
             while not (wanted in self._free if wanted is not None else self._free):
                 self._changed.wait()
@@ -171,7 +169,7 @@ class AgentCluster:
 
         `ticket`: the save's own; with it each rank may abort the save until it is decided.
 
-        `silence_by_node`: the error of each agent that is not asked, as the ranks of its node met it.
+        `silence_by_node`: by node, the error that its own ranks got from its agent. These agents are not asked.
         `unreached`: nodes that did not answer at the opening; a commit does not spend the full time-out on them again.
         """
         self._unreached = unreached
@@ -218,7 +216,7 @@ class AgentCluster:
                 on_own_open()
             with parsing(f"{self._by_node[node].label} sent an invalid answer to the opening of a save"):
                 named = answer["named"]
-                # A peer's answer is untrusted, and a lineage outlives this save: later ones inherit it.
+                # A peer's answer is untrusted, and a lineage outlives this save: later saves inherit it.
                 if named is not None and not is_lineage(named):
                     raise ValueError(f"no lineage: {named!r}"[:500])
                 numbers = answer["taken_numbers"]
@@ -361,7 +359,7 @@ class LoneNode:
 
 
 class LoneService(NodeService):
-    """A node's saves, as one of several processes drives them. Each process sees only the saves that it opened itself."""
+    """A node's saves in a process that uses no agent. Several processes may do so; each sees only the saves it opened."""
 
     def open_in_store(self, intent: Intent) -> None:
         """No other process sees the save before this one has locked it. The lock lasts as long as this object."""
@@ -371,12 +369,10 @@ class LoneService(NodeService):
             weakref.finalize(self, self.store.lock_save(intent.save_id).release)
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
-        """Also checks the files if this node has an agent: ranks lock a save that the agent opened only once they
-        write.
-        """
+        """If this node has an agent, a save also counts as opened if one of its files was changed within `grace_s`."""
         if read_endpoint(self.store.root_agent_directory()) is None:
             return super().was_opened_within(grace_s, intent)
-        # The agent opens a save without a lock: only the age of its files shows that its ranks may still come.
+        # The agent opens a save without a lock, and ranks lock it when they write: until then only its files show it.
         staged = list_prefixed(self.store.intent_path(intent.save_id).parent, intent.save_id)
         return any(_was_changed_within(grace_s, path) for path in staged)
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _KNOWS, _AS = "knows", "as"
 STAYS = "stays"
-"""The entry of a complete decision that lists its fields that the ranks cache."""
+"""The entry of a complete decision with the names of the fields that ranks cache."""
 _LOST = "Save again: the coordinator then sends every rank the whole decision."
 
 
@@ -157,7 +157,7 @@ class Blackboard:
         return nonce
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
-        """Replaces this rank's post, under the same nonce. Has no effect if the coordinator has read the post before it."""
+        """Replaces this rank's post, under the same nonce. The coordinator may have read the earlier one already."""
         said = {**self._kept.describe_known(topic), "nonce": nonce, "release": RELEASE}
         key, raw = f"{topic}/{self._rank}", encode({**fields, **said})
         self._posted[topic] = raw
@@ -363,17 +363,15 @@ class Blackboard:
         return (int(named), unpack_error(post["error"])) if "error" in post else None
 
     def has_left(self, rank: int) -> bool:
-        """Whether this rank has posted that it left a collective of the group. The end of its process is not the cause
-        then.
-        """
+        """Whether this rank has posted that it left a collective of the group. If so, its end is not the cause."""
         return self.read_post(_LEFT, rank) is not None
 
     def await_all(self, name: str, deadline_s: float, what: str) -> Sequence[int]:
-        """Returns () once every rank has called this with this name, or after `deadline_s`. If ranks have ended, returns
-        their numbers.
+        """Waits until every rank has called this with this name, at most `deadline_s`. Returns the ranks that have ended.
 
-        No other call may use the name. After the deadline the caller goes on: its next step has a bound of its own, but in
-        a collective only the neighbours of an ended rank would notice. `what`: as of `say_if_long`.
+        Call it before a collective, in which only the neighbours of an ended rank would notice its end. After the deadline
+        it returns (), since the collective has a time-out of its own. No other call may use the name. `what`: as of
+        `say_if_long`.
         """
         with reaching_store():
             here = self._store.add(name, 1)

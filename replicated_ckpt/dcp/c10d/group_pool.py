@@ -61,7 +61,7 @@ class PooledGroup:
         except (CheckpointException, ReplicatedCkptError):
             self._is_fit = self._is_fit and not self.is_gone and not is_broken(self.group)
             raise
-        # An interrupt may hit the middle of a collective: then the ranks are out of step for ever.
+        # An interrupt may hit the middle of a collective: then the ranks are out of step forever.
         except BaseException:
             self._is_fit = False
             raise
@@ -104,7 +104,7 @@ _POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
 
 
 def acquire_group() -> PooledGroup | None:
-    """A group that no other user of this process has on any rank; None without a job of several processes.
+    """A group that is not in use on any rank; None without a job of several processes.
 
     Raises:
         ConfigInvalid: this process was forked from a rank, or too many groups are in use. RankFailed: a rank has ended.

@@ -116,7 +116,7 @@ def pack_error(error: ReplicatedCkptError) -> dict[str, Any]:
     kind = next(base for base in type(error).__mro__ if _KINDS.get(base.__name__) is base)
     try:
         made_from = [_pack(argument) for argument in error.args]
-        # Made once here: an error that the reader cannot make would reach it as a protocol error.
+        # A trial: an error that the reader cannot make would become a protocol error there.
         _check(kind(*error.args))
     except (TypeError, ValueError, AttributeError):  # its own constructor took other arguments
         kind, made_from = ReplicatedCkptError, [str(error.message), str(error.hint)]

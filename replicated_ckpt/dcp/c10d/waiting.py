@@ -57,9 +57,9 @@ _unanswered: "weakref.WeakKeyDictionary[dist.Store, tuple[Future[Any], float]]" 
 class AnsweringStore:
     """The c10d store of a job, under a prefix. A call raises if it gets no answer within the store's own time-out.
 
-    torch's own store waits forever if the process that serves it is stopped, or its host has no power. If a call was
-    interrupted, the next one first waits for its answer. Once a call has got no answer in time, each later one raises at
-    once.
+    torch's own store waits forever if the process that serves it is stopped, or its host has no power. After an
+    interrupted call, the next one first waits for that call's answer. Once a call has got no answer in time, each later
+    one raises at once.
     """
 
     def __init__(self, prefix: str, store: "dist.Store") -> None:
@@ -104,7 +104,7 @@ class AnsweringStore:
 class Wait:
     """One wait for other ranks: its deadline, its growing pauses, and when the next look for failed ranks is due.
 
-    `is_noted`: this rank has a mark on the store that it waits. `is_said`: a rank has logged which ranks are missing.
+    `is_noted`: this rank has marked on the store that it waits. `is_said`: a rank has logged which ranks are missing.
     """
 
     def __init__(self, deadline_s: float, pause_max_s: float) -> None:
@@ -203,7 +203,7 @@ class Presence:
         self._append(host, this)
 
     def find_lost(self) -> Mapping[int, Process]:
-        """The processes of the job that have ended, by rank of the job, if a rank on their host has noticed it."""
+        """The processes of the job that have ended, by rank of the job, as far as ranks on their hosts have noticed."""
         self._lost_read = self._read("lost", self._lost_read, self._lost)
         if self._host is not None:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
@@ -215,7 +215,7 @@ class Presence:
         return self._lost
 
     def find_stopped(self) -> Mapping[int, int]:
-        """The ids of this host's stopped processes, by rank of the job. `find_lost` must have read the processes before."""
+        """The ids of stopped processes, by rank of the job, among those of this host that `find_lost` has read before."""
         return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
 
     def _append(self, name: str, process: Process) -> None:

@@ -3,7 +3,7 @@ rank's neighbours.
 
 Each collective is begun asynchronously, and waited for in steps. Between two steps this rank looks for ranks that have
 ended. A collective that ends within the first step costs no further message. The messages are those of torch's object
-collectives, so another rank may call torch's.
+collectives, so other ranks may call those.
 """
 
 import pickle
@@ -86,7 +86,7 @@ class WatchedGroup:
 
     @staticmethod
     def can_watch(group: Any) -> bool:
-        """Whether objects of this group are sent by gloo."""
+        """Whether gloo sends the objects of this group."""
         return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
     def gather_object(self, value: Any) -> list[Any] | None:
@@ -159,7 +159,7 @@ class WatchedGroup:
         try:
             yield
         except BaseException as exc:
-            # A CheckpointException is `_finish`'s own, which has told the other ranks already.
+            # A CheckpointException comes from `_finish`, which has posted the reason already.
             if not isinstance(exc, CheckpointException):
                 self.leave("a collective", exc)
             self.on_break()

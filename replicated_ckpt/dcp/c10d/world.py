@@ -66,8 +66,8 @@ class World:
 
     @property
     def session(self) -> str:
-        """The session of the saves that this process coordinates on this group. Once a save of a session begins, an earlier
-        uncommitted one has ended.
+        """The session of all saves that this process coordinates on this group. They follow each other: when one begins, an
+        earlier uncommitted one has ended.
         """
         return session_of(self.group_name)
 
@@ -103,7 +103,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
         return World(0, 1, None)
     check_is_rank()
     group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
-    # Its rank in the group would be -1, and the others would wait for a post that never comes.
+    # Outside the group this rank would have the number -1, and the others would wait for a post that never comes.
     if not hasattr(group, "group_name"):  # GroupMember.NON_GROUP_MEMBER has none
         raise ConfigInvalid(
             f"process_group is {str(group)[:80]!r} on this rank, which is not in that group.",

@@ -112,9 +112,9 @@ def as_checkpoint_exception(error: ReplicatedCkptError, rank: int) -> Replicated
 
 @functools.cache
 def _both(kind: Any) -> Any:
-    """A subclass of our error class and of CheckpointException, with the name of ours.
+    """A class that inherits from our error class and from CheckpointException, with the name of ours.
 
-    Its pickle contains our own error, which unpickling wraps again.
+    A pickle of its instance contains the original error, which unpickling converts again.
     """
 
     def reduced(self: Any) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ PROBE_S = 15.0
 GIVE_UP_S = 120.0
 """`wait_for_upload` raises if every try of the bucket has failed for this long."""
 _POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
-"""The pause between two requests to the agent is this share of the wait so far, so a wait is at most so much too long."""
+"""The pause between two requests to the agent is this share of the wait so far: a wait ends at most 5 % late."""
 _GONE = "this node no longer has it: it was aborted, replaced or removed."
 
 
@@ -185,7 +185,7 @@ class ObjectTier:
         assert self._target is not None
         if self._target.is_process_local:
             return ""
-        # Once: the agent retries at once instead of waiting out its pause, and later polls must not repeat that.
+        # `now=1` has the agent retry at once instead of waiting out its pause. Later polls must not repeat that.
         began, how = time.monotonic(), "?now=1"
         while True:
             path, how = f"/v1/object/saves/{save_id}{how}", ""

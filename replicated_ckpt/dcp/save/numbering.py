@@ -22,7 +22,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen in it."""
 _told: set[tuple[str, frozenset[str]]] = set()
-"""Directories of ids, with the foreign lineages there of which this process has warned."""
+"""Warnings of this process: a directory of ids, and the foreign lineages in it."""
 _DRAWN_FROM = 1_000_000  # far above any number that nodes count up to
 _replaced_runs: set[str] = set()
 """Foreign lineages of which this process has overwritten a checkpoint, with a warning."""
@@ -59,7 +59,7 @@ def assign_sequence(
 
 
 def choose_file_number(opened: Opened) -> int:
-    """The first of the consecutive numbers in the names of a save's shards, one for each part: the smallest free ones.
+    """The first number in the names of a save's shards. Each part has its own; they are consecutive, and the smallest free.
 
     A number is free if no file of the checkpoint on the save's nodes has it. If a node did not answer, or has another
     save of the checkpoint open, the used numbers are unknown, and the first number is a large random one.

@@ -56,7 +56,7 @@ class _Unit:
 
 
 class ReplicaCheck:
-    """This rank's part in the comparison; on the coordinator also whose turn it is. One save at a time."""
+    """This rank's part in the comparison. The coordinator's also chooses what is compared next. One save at a time."""
 
     def __init__(self, parts: int | None) -> None:
         """`parts`: the number of saves that together compare everything. None: nothing is compared."""
@@ -128,7 +128,7 @@ class ReplicaCheck:
         return [one for one in found if one.fqn not in self._named]
 
     def without_named_objects(self, found: Iterable[Divergence]) -> list[Divergence]:
-        """As `without_named`, for objects only: a tensor that differs is part of each checkpoint's state."""
+        """As `without_named`, but only for objects. A differing tensor is reported for each checkpoint."""
         return [one for one in found if not one.is_object or one.fqn not in self._named]
 
 
@@ -250,7 +250,7 @@ def canonical_bytes(value: Any) -> Iterator[bytes]:
             yield key
             yield held
     elif kind in (list, tuple) and all(type(one) in _SCALARS for one in value):
-        yield repr(value).encode()  # a sampler's permutation has millions
+        yield repr(value).encode()  # fast: a sampler's permutation has millions of elements
     elif kind in (list, tuple):
         yield f"{kind.__name__}{len(value)}".encode()
         for one in value:
@@ -283,7 +283,7 @@ def digest_of_items(items: Items) -> str:
         return ""
     kinds = [None if item.tensor_data is None else item.tensor_data.properties.dtype for item in items]
     names = "\0".join([f"{item.index.fqn}\0{kind}" for item, kind in zip(items, kinds, strict=True)])
-    # Of whole numbers alone, whose hashes are the same in every process.
+    # Only whole numbers: their hashes are the same in every process, unlike those of text.
     places = hash(tuple([tuple(item.index.offset or ()) for item in items]))
     sizes = hash(tuple([() if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes) for item in items]))
     return hashlib.blake2b(f"{places} {sizes} {names}".encode(), digest_size=16).hexdigest()
@@ -291,8 +291,8 @@ def digest_of_items(items: Items) -> str:
 
 @dataclass(frozen=True)
 class HelpPlan:
-    """Sent with a rank's plan: by owner, the items of the shards that the rank copies. None: the items that were sent
-    before with this `token`.
+    """Sent with a rank's plan: by owner, the items of the shards that the rank copies. `items_by_owner` None: the items
+    that were sent before with the same token.
     """
 
     token: str
@@ -325,7 +325,7 @@ class HelpPlans:
         return self._digested[1]
 
     def note_planner(self, planner: SavePlanner) -> None:
-        """On a rank that has written: records whether its planner passes on what was sent with a plan."""
+        """On a rank that has written: records whether its planner keeps what the coordinator adds to a plan."""
         self._is_able = type(planner).finish_plan in (DefaultSavePlanner.finish_plan, CachedSavePlanner.finish_plan)
 
     def choose(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> SaveDecision:

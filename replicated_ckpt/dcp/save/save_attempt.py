@@ -106,7 +106,7 @@ class WriterParts:
     def register(
         self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool, is_staged: bool
     ) -> SavePost:
-        """This rank's post before a save, with its node. The node's agent runs when this returns.
+        """Registers this rank's node, and returns the rank's post before a save. The node's agent runs then.
 
         `is_staged`: the save writes from a copy of the state, so that training does not wait for it.
         """
@@ -143,7 +143,7 @@ class LockedSave:
         """Locks the save. This object may have locked it before.
 
         Raises:
-            SaveAborted: it is not open. StoreError
+            SaveAborted: the save is not open. StoreError
         """
         with translate_errors(str(store.root), "hold", save_id):
             self._open.callback(store.lock_save(save_id).release)
@@ -216,7 +216,7 @@ class SaveAttempt:
 
     If a step after the opening raises, KeyboardInterrupt included, the save is first aborted on every node that
     answers, and nothing remains of it. A save that may be decided is not aborted: agents publish or abort it. This rank
-    locks the save until it has the outcome, or until `close`, so that agents see that it works. One thread at a time.
+    locks the save until it has the outcome, or until `close`, so that agents leave the save alone. One thread at a time.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class SaveAttempt:
             if self._parts.replicas.is_all_known:
                 self._decision = self._parts.help_plans.choose(self._decision, posts, plans)
                 plans = self._parts.help_plans.add_to_plans(plans, self._decision, posts)
-            # Last: ranks begin to write as soon as they read it, so the save is open on the nodes by then.
+            # Last: ranks write as soon as they read the decision, and the save must be open on the nodes by then.
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)
             failpoints.reach("coordinator.placed")
@@ -406,7 +406,9 @@ class SaveAttempt:
             self._parts.object_tier.note_committed()
 
     def end(self) -> None:
-        """Coordinator: ends the save. Ranks report in DCP's last collective; if none follows, this rank reports now."""
+        """Coordinator: ends the save. Ranks report in DCP's last collective. If DCP did not begin the save, this rank
+        reports now.
+        """
         if not self._is_followed:
             self._report_committed()
 
@@ -459,8 +461,8 @@ class SaveAttempt:
         self._held.close()
 
     def _agent_starter(self) -> Callable[[], object]:
-        """A function that starts this node's agent. It must not refer to this attempt: followers hold the function until
-        the attempt is closed, and an attempt that they keep alive might never be.
+        """A function that starts this node's agent. It must not refer to this attempt: followers hold the function, and an
+        attempt without other references must be garbage-collected, which releases its lock.
         """
         return partial(register_again, self._store, self._post.node)
 

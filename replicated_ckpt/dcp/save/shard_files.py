@@ -119,7 +119,7 @@ ENTRY_BYTES_MIN = 1 << 20
 
 
 class HashedStream:
-    """Hashes bytes on their way to another stream. With None, the bytes are only hashed.
+    """Hashes bytes on their way to another stream, or only hashes them.
 
     `is_sampled`: hashes only samples of large pieces, and nothing of small ones.
     """

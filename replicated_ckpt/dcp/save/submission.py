@@ -34,8 +34,8 @@ from replicated_ckpt.stores.threads import forget_locals, start_worker
 STAGED, BETWEEN = 0, 1
 """Numbers of the two descriptors: the segment with the staged storages, and a file with all other bytes of the shard."""
 BETWEEN_BYTES_MAX = 256 << 20
-"""For bytes outside the staged copy: objects, and tensors that a planner has made. A rank with more of them writes its
-shard itself, which takes less memory."""
+"""The limit for bytes outside the staged copy: objects, and tensors that a planner has made. A rank with more of them
+writes its shard itself, which takes less memory."""
 
 
 class TooMuchElsewhere(ReplicatedCkptError):
@@ -289,8 +289,8 @@ _FOLLOW_PAUSE_S = 0.3  # a restarted agent needs a moment to open its socket
 
 
 class Follower:
-    """Waits in a thread for the outcome of one submitted shard, which `end` gets. `leave` ends this rank's part in the
-    save.
+    """Waits in a thread for the outcome of one submitted shard. `end` is the future of the outcome. `leave` ends this
+    rank's part in the save.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class Follower:
             raise
 
     def leave(self) -> None:
-        """Ends this rank's part, once the outcome is known. The agent notices it by the closed connection."""
+        """Ends this rank's part in the save. The connection to the agent is closed once the outcome is known."""
         self._left.set()
         if self.end.done():
             self._submitted.close()

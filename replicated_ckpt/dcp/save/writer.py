@@ -333,7 +333,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Registers this rank with the coordinator, and returns the plan unchanged. Raises ConfigInvalid: no load could
-        read it.
+        read the saved plan.
         """
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
@@ -370,8 +370,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._under_way.end()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
-        """Waits until this writer's saves have ended, and their uploads. Returns the ids in the object store. Works on
-        any rank.
+        """Waits until this writer's saves and their uploads have ended. Returns the ids in the object store. Works on any
+        rank.
 
         With `ack`, it waits until the last save has reached that level. The levels "local", "peer-memory" and "peer",
         up to the writer's own, are reached at the commit. With "object" the ids are returned; with any other level
@@ -419,6 +419,6 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: a writer cannot be guessed from an id alone; DCP asks this only when no writer was passed."""
+        """Always False. DCP calls this only without a writer, to choose one, and an id alone does not determine ours."""
         del checkpoint_id
         return False

@@ -1,7 +1,7 @@
 """Memory of staged tensors: one segment per save under way, which the process keeps from save to save.
 
-Fresh memory costs several times as much as used memory, so a segment is mapped once and used again. It is a memfd, so
-that another process, the agent, can map it.
+A first write to fresh memory takes several times as long as later ones, so a segment is mapped once and used again. It is
+a memfd, so that the agent, another process, can map it.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class Segment:
         return len(self._memory)
 
     def grow(self, size_bytes: int) -> None:
-        """Only without a live lease. Pages that were touched before stay warm."""
+        """Enlarges the segment, whose touched pages stay warm. Call it only without a live lease."""
         # Resizing moves the mapping: pages that are still pinned would be unpinned at the wrong address.
         if self._pinned is not None:
             self._pinned.free()
@@ -150,10 +150,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
                 for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
                     _idle.remove(taken)
             return _prepare(found, size_bytes).lease()
-        except (
-            OSError,
-            MemoryError,
-        ) as exc:  # with StagingRefused the save continues; other errors would strand the ranks
+        except (OSError, MemoryError) as exc:  # with StagingRefused, the save continues without a copy
             raise StagingRefused(
                 f"A copy of the state needs {missing:,} more bytes of memory, but the system gives none: {exc}."
             ) from exc
@@ -210,7 +207,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _KEPT_FREE = 10
 """This fraction, one tenth, of the available memory is left to other processes."""
 _UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 writes its largest number in place of no limit."""
+"""cgroup v1 writes its largest number if there is no limit."""
 
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT_S = 30.0
 GIVE_WAY_S = 0.05
-"""How long the saving thread waits for `dcp.async_save` to return. Otherwise the training thread would wait for the
-interpreter lock, for 5 ms each time (`sys.getswitchinterval`), while the saving thread computes."""
+"""How long the saving thread waits for `dcp.async_save` to return. Otherwise the training thread would wait up to 5 ms
+(`sys.getswitchinterval`) for the saving thread to release the interpreter lock."""
 _POLL_S = 0.02
 
 
@@ -108,7 +108,7 @@ class Stager:
         """A copy of the state. Or the state itself, if it cannot be copied: `synchronize` then waits for the write.
 
         Raises:
-            StagingRefused: it does not fit or cannot be copied, and the caller is not `dcp.async_save`.
+            StagingRefused: the state does not fit or cannot be copied, and the caller is not `dcp.async_save`.
         """
         self.wait_for_last()
         # Reset before anything can raise: a failed staging must not leave the marks of the save before.
@@ -214,7 +214,7 @@ class Stager:
         if self._asked_by is threading.current_thread():
             self.wait_for_last()
             self._asked_by, self._is_staged, self._needs_group = None, False, False
-            self._behind = None  # `wait_for_staging` is for the last save
+            self._behind = None  # `wait_for_staging` waits only for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
             self._returns.set()  # it waits once per save
@@ -238,7 +238,7 @@ class Stager:
             gc.collect(1)  # the cycles are young: this does not visit all objects of the process
 
     def note_written(self) -> None:
-        """Call it when the staged state is no longer read, after a write or a failed one."""
+        """Call it when the staged state is no longer read: its write has ended or failed."""
         self._written.set()
 
     def close(self) -> None:

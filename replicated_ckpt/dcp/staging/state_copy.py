@@ -22,7 +22,7 @@ _COPIED_AS_THEY_ARE = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-"""All others are copied as bytes: torch cannot copy elements of some types."""
+"""Tensors of all other types are copied as bytes: torch cannot copy elements of some types."""
 _Key = tuple[torch.device, int, int]
 _Found = tuple[torch.Tensor, torch.Tensor, _Key]
 """A tensor, the same detached from its history, and its storage."""
@@ -192,11 +192,11 @@ class StateCopy:
         return self._leave(value, f"a value of {type(value).__name__} cannot be copied: {failure}")
 
     def _leave(self, value: Any, why: str) -> Any:
-        """For a value that cannot be copied. Without `memory` the copy is sent to another process now, so this returns the
-        value itself.
+        """For a value that cannot be copied. Without `memory`, DCP sends the copy to another process now, so this returns
+        the value itself.
 
-        Otherwise raises StagingRefused, and the state is saved without a copy, as in a synchronous save. If only this value
-        were saved without a copy, it would contain later changes of training.
+        Otherwise raises StagingRefused: the state is saved without a copy, as in a synchronous save. The value itself would
+        contain later changes of training.
         """
         if self._memory is None:
             return value
@@ -213,8 +213,8 @@ def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 def _begin_storage(part: torch.Tensor) -> torch.Tensor:
     """The same elements in the same memory, at the beginning of a storage of their own.
 
-    To send a DTensor to another process, torch 2.15 needs a part that begins its storage: otherwise the sending process
-    dies. torch 2.7 needs none.
+    On torch 2.15, a process dies when it sends a DTensor whose part does not begin its storage to another process. torch
+    2.7 sends it.
     """
     if not part.storage_offset():
         return part
