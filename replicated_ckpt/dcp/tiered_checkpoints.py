@@ -51,9 +51,8 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _BEGINS_ANEW = (
-    "%s begins a new lineage: no node of this job has an earlier checkpoint, but a node that did not answer "
-    "may: %s To continue that run, end this job, bring back what is missing, and restore before the first "
-    "save."
+    "%s begins a new lineage: no node that answered has an earlier checkpoint, but another node may have one: %s To "
+    "continue that run, end this job, bring back what is missing, and restore before the first save."
 )
 
 

@@ -74,7 +74,7 @@ def waits_for_late(context: Context, verb: str, late: int) -> list[str]:
     logger = logging.getLogger(blackboard.__name__)
     logger.addHandler(handler)
     try:
-        with mock.patch.object(blackboard, "SAY_AFTER_S", _SAY_AFTER_S):
+        with mock.patch.object(blackboard, "LOG_AFTER_S", _SAY_AFTER_S):
             while context.rank == late and not come.exists():
                 time.sleep(0.05)
             match verb:

@@ -228,14 +228,14 @@ class AgentCluster:
             # A silent peer only costs copies. A refusal (the checkpoint exists), or an error of the own node, is fatal.
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
-        told = outcome.results.values()
+        answers = outcome.results.values()
         own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
         # A damaged or hostile peer that answers with a huge sequence must not use up the lineage's numbers.
-        histories = merge_histories([own, *(_limit_sequences(opened.histories, own) for opened in told)])
-        named = frozenset[str]().union(*(opened.named for opened in told))
-        numbers = [opened.taken_numbers for opened in told if opened.taken_numbers is not None]
+        histories = merge_histories([own, *(_limit_sequences(opened.histories, own) for opened in answers)])
+        named = frozenset[str]().union(*(opened.named for opened in answers))
+        numbers = [opened.taken_numbers for opened in answers if opened.taken_numbers is not None]
         # One node without an answer makes every small number unsafe: the caller then draws a large one.
-        taken = frozenset[int]().union(*numbers) if len(numbers) == len(told) else None
+        taken = frozenset[int]().union(*numbers) if len(numbers) == len(answers) else None
         return Opened(histories, outcome.errors, named, taken)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: CachedLayout | None = None) -> Committed:
@@ -351,10 +351,8 @@ class LoneNode:
     def abort(self, save_id: str, why: str) -> None:
         try:
             self._service.abort(save_id, why)
-        except (
-            ReplicatedCkptError,
-            OSError,
-        ) as exc:  # another error is being raised; the next save removes what is left
+        # Only logged: another error is being raised, and the next save removes the files that are left.
+        except (ReplicatedCkptError, OSError) as exc:
             log.warning("save %s was aborted (%s), but its files could not be removed: %s", save_id, why, exc)
 
 
@@ -385,11 +383,11 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
         return True
 
 
-def _limit_sequences(told: Histories, own: Histories) -> Histories:
+def _limit_sequences(reported: Histories, own: Histories) -> Histories:
     """The lineages that a node reported. Their sequence numbers are limited to a plausible distance ahead of the own
     node's.
     """
     return {
         lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
-        for lineage, one in told.items()
+        for lineage, one in reported.items()
     }

@@ -23,8 +23,8 @@ from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import (
     LINGER_S,
+    LOG_AFTER_S,
     POLL_S,
-    SAY_AFTER_S,
     AnsweringStore,
     Wait,
     describe_ended,
@@ -96,7 +96,7 @@ class CachedDecisions:
 
 COORDINATOR = 0
 _LEFT = "left"
-_WAITING, _SAID = "waiting", "waiting/said"
+_WAITING, _LOGGED = "waiting", "waiting/said"
 _NAMED_MAX = 16
 _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
@@ -158,8 +158,8 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, under the same nonce. The coordinator may have read the earlier one already."""
-        said = {**self._kept.describe_known(topic), "nonce": nonce, "release": RELEASE}
-        key, raw = f"{topic}/{self._rank}", encode({**fields, **said})
+        header = {**self._kept.describe_known(topic), "nonce": nonce, "release": RELEASE}
+        key, raw = f"{topic}/{self._rank}", encode({**fields, **header})
         self._posted[topic] = raw
         self._write(key, raw)
 
@@ -216,7 +216,7 @@ class Blackboard:
                 absent = [rank for rank in absent if rank not in lost]
                 if problem is not None or any("error" in post for post in found.values()):
                     wait.end_within(LINGER_S)
-                self.say_if_long(wait, f"this {topic}", absent)
+                self.log_if_long(wait, f"this {topic}", absent)
             if not absent or is_over:
                 if absent and problem is None:
                     problem = self._describe_late(topic, absent, wait.waited_s)
@@ -324,7 +324,7 @@ class Blackboard:
             is_over, is_look = wait.is_over, wait.is_look_due()
             lost = self.find_lost() if is_look else ()  # before the answer: a coordinator may decide, then end
             if is_look:
-                self.say_if_long(wait, f"this {topic}")
+                self.log_if_long(wait, f"this {topic}")
             found = self._find_answer(topic, "decided", nonce)
             if found is None and wait.is_long:
                 # Late only: it is one more round trip, and no coordinator leaves a rank out before its own wait has ended.
@@ -345,7 +345,7 @@ class Blackboard:
                 )
             wait.pause()
 
-    def tell_left(self, why: ReplicatedCkptError) -> None:
+    def post_left(self, why: ReplicatedCkptError) -> None:
         """Posts that this rank has left a collective of the group. From then on the group's ranks are out of step."""
         self.post(_LEFT, {"error": pack_error(why)})
         # The post first: a rank that reads the mark then reads the post at once.
@@ -371,7 +371,7 @@ class Blackboard:
 
         Call it before a collective, in which only the neighbours of an ended rank would notice its end. After the deadline
         it returns (), since the collective has a time-out of its own. No other call may use the name. `what`: as of
-        `say_if_long`.
+        `log_if_long`.
         """
         with reaching_store():
             here = self._store.add(name, 1)
@@ -380,7 +380,7 @@ class Blackboard:
                 if wait.is_look_due():
                     if lost := self.find_lost():
                         return lost
-                    self.say_if_long(wait, what)
+                    self.log_if_long(wait, what)
                 wait.pause()
                 with reaching_store():
                     here = self._store.add(name, 0)
@@ -388,17 +388,17 @@ class Blackboard:
 
     @contextlib.contextmanager
     def waiting(self, deadline_s: float = math.inf) -> Iterator[Wait]:
-        """A wait for other ranks. Its end removes the marks that `say_if_long` has left on the store."""
+        """A wait for other ranks. Its end removes the marks that `log_if_long` has left on the store."""
         wait = Wait(deadline_s, self._pause_max_s)
         try:
             yield wait
         finally:
             if wait.is_noted:
                 self.forget(f"{_WAITING}/{self._rank}")
-            if wait.is_said:
-                self.forget(_SAID)
+            if wait.is_logged:
+                self.forget(_LOGGED)
 
-    def say_if_long(self, wait: Wait, what: str, absent: Sequence[int] = ()) -> None:
+    def log_if_long(self, wait: Wait, what: str, absent: Sequence[int] = ()) -> None:
         """Marks this rank as waiting. Once the wait is long, one of the waiting ranks logs the ranks without a mark.
 
         Call it at each look of a wait. `what`: the awaited event, for the log. `absent`: the missing ranks, if the caller
@@ -411,11 +411,11 @@ class Blackboard:
             if not wait.is_noted:
                 self._store.set(f"{_WAITING}/{self._rank}", "")
                 wait.is_noted = True
-            if wait.is_said or wait.waited_s < SAY_AFTER_S:
+            if wait.is_logged or wait.waited_s < LOG_AFTER_S:
                 return
             # add() is atomic: of all ranks that wait only one logs.
-            wait.is_said = True
-            if self._store.add(_SAID, 1) > 1:
+            wait.is_logged = True
+            if self._store.add(_LOGGED, 1) > 1:
                 return
             others = (rank for rank in range(self._size) if rank != self._rank)
             ranks = absent or [rank for rank in others if not self._store.check([f"{_WAITING}/{rank}"])]

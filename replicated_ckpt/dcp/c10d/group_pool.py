@@ -161,11 +161,11 @@ def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
         # The other ranks wait in this gather: they get the error before this rank leaves.
         watched.all_gather_object((None, _make_picklable(exc, dist.get_rank(group))))
         raise
-    told = watched.all_gather_object((found, failure))
-    for _, error in told:
+    outcomes = watched.all_gather_object((found, failure))
+    for _, error in outcomes:
         if error is not None:
             raise error
-    return [each for each, _ in told]
+    return [each for each, _ in outcomes]
 
 
 def _make_picklable(error: BaseException, rank: int) -> ReplicatedCkptError:
@@ -197,8 +197,8 @@ def check_ranks_alike(wanted: Mapping[str, str]) -> None:
     if pooled is None:
         return
     with contextlib.closing(pooled), pooled.use():
-        told = agree_on_all(pooled.group, lambda: (wanted, socket.gethostname()))
-    check_wanted_alike([wants for wants, _ in told], [host for _, host in told])
+        outcomes = agree_on_all(pooled.group, lambda: (wanted, socket.gethostname()))
+    check_wanted_alike([wants for wants, _ in outcomes], [host for _, host in outcomes])
 
 
 def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
@@ -213,11 +213,11 @@ def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str])
         for rank, wanted in enumerate(wants):
             ranks_by_value.setdefault(wanted.get(name, repr(getattr(WriterConfig, name, None))), []).append(rank)
         if len(ranks_by_value) > 1:
-            told = (
+            differing = (
                 f"{value} on {'ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks))} (host {hosts[ranks[0]]})"
                 for value, ranks in ranks_by_value.items()
             )
             raise ConfigInvalid(
-                f"The ranks ask for different saves: {name} is {'; '.join(told)}.",
+                f"The ranks ask for different saves: {name} is {'; '.join(differing)}.",
                 f"Pass the same {name} to ReplicatedWriter, or CheckpointManager, on every rank.",
             )

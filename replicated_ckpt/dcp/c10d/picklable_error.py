@@ -85,7 +85,7 @@ def make_sendable(value: Any) -> Any:
         case (BaseException() as error, traceback) if not can_be_sent(error):
             return _describe("A step of the save or load", error), traceback
         case CheckpointException():
-            value.failures.update({rank: make_sendable(told) for rank, told in value.failures.items()})
+            value.failures.update({rank: make_sendable(failure) for rank, failure in value.failures.items()})
     return value
 
 

@@ -30,7 +30,7 @@ from replicated_ckpt.wording import list_some
 LOOK_AFTER_S = 1.5
 """A wait looks for failed ranks from this time on. Until then it reads only the values that it waits for."""
 LOOK_EVERY_S = 1.0
-SAY_AFTER_S = 30.0
+LOG_AFTER_S = 30.0
 """After this time a wait logs, once, the ranks that it waits for."""
 LINGER_S = 5.0
 """How long the coordinator of a load waits for the other ranks once one has failed."""
@@ -104,7 +104,7 @@ class AnsweringStore:
 class Wait:
     """One wait for other ranks: its deadline, its growing pauses, and when the next look for failed ranks is due.
 
-    `is_noted`: this rank has marked on the store that it waits. `is_said`: a rank has logged which ranks are missing.
+    `is_noted`: this rank has marked on the store that it waits. `is_logged`: a rank has logged which ranks are missing.
     """
 
     def __init__(self, deadline_s: float, pause_max_s: float) -> None:
@@ -113,7 +113,7 @@ class Wait:
         self._until = self._began + deadline_s
         self._next_look = self._began + LOOK_AFTER_S
         self._pause_s, self._pause_max_s = POLL_S, pause_max_s
-        self.is_noted = self.is_said = False
+        self.is_noted = self.is_logged = False
 
     @property
     def waited_s(self) -> float:

@@ -169,7 +169,7 @@ class WatchedGroup:
         """Marks the group as broken, and posts `exc` as the reason. Ranks that wait for this rank raise it, too."""
         why = RankFailed(f"Rank {self._rank} left {what} with {type(exc).__name__}: {exc}", _ITS_LOG)
         _broken[self._group] = why
-        self._tell_left(why)
+        self._post_left(why)
 
     def _finish(self, work: Any) -> None:
         """Returns once the collective has ended on this rank."""
@@ -189,7 +189,7 @@ class WatchedGroup:
     def _look(self, wait: Wait | None = None) -> Missed | None:
         try:
             if wait is not None:
-                self._board.say_if_long(wait, "a collective of a save or load")
+                self._board.log_if_long(wait, "a collective of a save or load")
             # A rank that left before its process ended has posted the cause: its end is a consequence.
             lost = [rank for rank in self._board.find_lost() if not self._board.has_left(rank)]
             return (lost[0], describe_ended(lost)) if lost else self._board.find_left()
@@ -205,9 +205,9 @@ class WatchedGroup:
             if missed is not None:
                 return missed
             wait.pause()
-        said = str(failure).partition("\n")[0]
+        first_line = str(failure).partition("\n")[0]
         why = RankFailed(
-            f"A collective failed at rank {self._rank}, and no rank is known to have ended: {said}", _UNKNOWN
+            f"A collective failed at rank {self._rank}, and no rank is known to have ended: {first_line}", _UNKNOWN
         )
         return self._rank, why
 
@@ -217,13 +217,13 @@ class WatchedGroup:
         what, hint = describe_stopped(stopped)
         return (next(iter(stopped)), RankFailed(what, f"{hint} {_NEW_GROUP}")) if stopped else None
 
-    def _tell_left(self, why: ReplicatedCkptError) -> None:
+    def _post_left(self, why: ReplicatedCkptError) -> None:
         with suppress(RendezvousFailed):  # the c10d store does not answer: the other ranks notice that, too
-            self._board.tell_left(why)
+            self._board.post_left(why)
 
     def _break(self, rank: int, error: ReplicatedCkptError) -> ReplicatedCkptError:
         _broken[self._group] = error
-        self._tell_left(error)  # this rank may end now: the others must not take it for the cause
+        self._post_left(error)  # this rank may end now: the others must not take it for the cause
         return as_checkpoint_exception(error, rank)
 
 

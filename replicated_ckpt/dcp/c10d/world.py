@@ -124,7 +124,7 @@ def watch_first_step(process_group: Any) -> None:
 
 
 @contextmanager
-def telling_if_left(process_group: Any) -> Iterator[None]:
+def posting_if_left(process_group: Any) -> Iterator[None]:
     """For the block that stages an asynchronous save. If an exception ends the block, posts that to the other ranks.
 
     They may have begun the save, and would otherwise wait until their group's time-out.

@@ -92,8 +92,8 @@ def find_async_call() -> AsyncCall | None:
             values = frame.f_locals
             kind = getattr(values.get("async_checkpointer_type"), "value", None)
             futures = (value for value in values.values() if isinstance(value, Future))
-            said = values.get("process_group"), bool(values.get("no_dist"))
-            return AsyncCall(*said, kind == "process", next(futures, None))
+            given = values.get("process_group"), bool(values.get("no_dist"))
+            return AsyncCall(*given, kind == "process", next(futures, None))
     return None
 
 

@@ -142,7 +142,7 @@ class ObjectTier:
             self._bring_here()
             return
         for problem in self.submit():  # also wakes the uploader of an agent that has the bucket already
-            log.warning("uploads wait: %s", problem)
+            log.warning("uploads are delayed: %s", problem)
 
     def _bring_here(self) -> None:
         """Uploads in this process. An agent would put the objects into its own memory."""
@@ -236,11 +236,11 @@ class RetentionPolicies:
         if better is None or self._is_warned or not (is_first and self._is_wanted):
             return []
         self._is_warned = True
-        told = (
+        warning = (
             f"retention counts the checkpoints of one directory of ids. With {checkpoint_id!r} each step has its own "
             f"directory, so retention removes nothing. Give each series a directory: {better!r}."
         )
-        return [told]
+        return [warning]
 
     def submit(self, decision: SaveDecision, rank: int) -> list[str]:
         """Submits the policies to this node's agent, once for each node of the save. Returns descriptions of problems.
@@ -252,14 +252,14 @@ class RetentionPolicies:
         # A silent agent would cost its time-out again.
         if rank != decision.ranks_of(node)[0] or node in decision.unreached or not self._is_used:
             return []
-        return self._tell(decision, is_committed=False)
+        return self._send(decision, is_committed=False)
 
     def note_committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
         """Called after the commit. Agents that committed the save apply the policies. If none did, this node's agent is
         asked to.
         """
         if not has_agents and self._is_used:
-            for problem in self._tell(decision, is_committed=True):
+            for problem in self._send(decision, is_committed=True):
                 log.warning("%s", problem)
 
     @property
@@ -271,7 +271,7 @@ class RetentionPolicies:
         # A policy file of an earlier run still removes checkpoints: this run's None must reach the agent.
         return self._is_wanted or is_there(self._store.root_agent_directory() / NAME)
 
-    def _tell(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
+    def _send(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
         scope, revision = scope_of(decision.checkpoint_id), decision.sequence
         lineage = decision.lineage
         policies = [Policy(scope, NODES, revision, self._config.retention, lineage)]

@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen in it."""
-_told: set[tuple[str, frozenset[str]]] = set()
+_warned: set[tuple[str, frozenset[str]]] = set()
 """Warnings of this process: a directory of ids, and the foreign lineages in it."""
 _DRAWN_FROM = 1_000_000  # far above any number that nodes count up to
 _replaced_runs: set[str] = set()
@@ -71,7 +71,7 @@ def choose_file_number(opened: Opened) -> int:
     return next(number for number in itertools.count() if number not in taken) * NUMBERS_PER_SAVE
 
 
-def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
+def open_unreached(store: LocalStore, decision: SaveDecision, host: str) -> None:
     """Opens a save in the store of a node whose agent did not answer when the save began. The save was numbered without
     this node's saves.
 
@@ -130,9 +130,9 @@ def _find_conflicting_runs(checkpoint_id: str, lineage: str, histories: Historie
     # Time 0: another node has only reported the lineage, and no checkpoint of it lies here.
     others = {name for name, history in histories.items() if history.created_unix_s > 0} - {lineage}
     scope = scope_of(checkpoint_id)
-    if not others or (scope, frozenset(others)) in _told:
+    if not others or (scope, frozenset(others)) in _warned:
         return []
-    _told.add((scope, frozenset(others)))
+    _warned.add((scope, frozenset(others)))
     listed = ", ".join(repr(name) for name in sorted(others))
     problem = (
         f"checkpoints of other runs (lineage {listed}) lie in this save's directory of ids (lineage {lineage!r}). "

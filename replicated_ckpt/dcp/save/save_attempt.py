@@ -59,7 +59,7 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.runtime.user_code import Line, call_back, warn
 from replicated_ckpt.dcp.save.agent_tasks import ObjectTier, RetentionPolicies
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
+from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unreached
 from replicated_ckpt.dcp.save.replicas import (
     HelpPlans,
     ReplicaCheck,
@@ -127,7 +127,7 @@ _OWN_OBJECTS_HINT = (
     "one. Save what belongs to one rank in a RankState. Name other entries that may differ in may_differ=[...]. A "
     "process warns once of each entry."
 )
-_SAID_WITHIN_S = 1.0
+_RESULTS_WITHIN_S = 1.0
 
 
 class LockedSave:
@@ -160,11 +160,11 @@ class LockedSave:
             self._open.callback(follower.leave)
 
     def find_written(self) -> Sequence[WrittenCopies]:
-        """The agent's results for the shards that it accepted. Waits up to _SAID_WITHIN_S for them, since the coordinator
-        may get them earlier than this rank.
+        """The agent's results for the shards that it accepted. Waits up to _RESULTS_WITHIN_S for them: the coordinator may
+        have got them earlier than this rank.
         """
         ends = [follower.end for follower in self._followers]
-        done = wait(ends, _SAID_WITHIN_S).done
+        done = wait(ends, _RESULTS_WITHIN_S).done
         # The save is committed: a late or lost result must not fail it.
         return [end.result() for end in ends if end in done and end.exception() is None]
 
@@ -472,7 +472,7 @@ class SaveAttempt:
         decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
         # The node's agent did not answer at the opening, so this rank opens the save here before it stages anything.
         if decision.node_of(rank).node_id in decision.unreached:
-            open_unheard(self._store, decision, self._post.node.host)
+            open_unreached(self._store, decision, self._post.node.host)
         # Before the first byte: an unlocked save counts as stale, and an agent would remove it.
         self._held.hold(self._store, decision.save_id)
         # One rank of each node notes the place, which is the same for all ranks of the node.

@@ -90,7 +90,7 @@ class ShardWriter:
         self._ack = ack
         self._buffers: Buffers | None = None
         self._items = ItemWriter()
-        self._has_said_why = False
+        self._has_warned = False
         self.unchanged = UnchangedEntries() if links else None
 
     def write_unchanged(self, items: Items, planner: SavePlanner, decision: SaveDecision, rank: int) -> WrittenShard:
@@ -213,9 +213,9 @@ class ShardWriter:
                 raise
         # Submitting only saves time: without an agent the save must still succeed.
         except (StoreUnavailable, StoreDenied, TooMuchElsewhere) as exc:
-            if not self._has_said_why:
+            if not self._has_warned:
                 log.warning("this rank writes its shards itself: %s", exc.message)
-            self._has_said_why = True
+            self._has_warned = True
             return None
         follower = Follower(self._store, shard, layout, staged, start_agent, submitted)
         failpoints.reach("rank.submitted")

@@ -32,7 +32,7 @@ from replicated_ckpt.config import (
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
 from replicated_ckpt.dcp.c10d.waiting import announce
-from replicated_ckpt.dcp.c10d.world import telling_if_left, watch_first_step, world_of_call
+from replicated_ckpt.dcp.c10d.world import posting_if_left, watch_first_step, world_of_call
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
@@ -250,7 +250,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         A state that does not fit into memory is not copied. That is logged, and `synchronize_staging` waits for the
         write.
         """
-        with telling_if_left(self._process_group):
+        with posting_if_left(self._process_group):
             return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:

@@ -227,8 +227,8 @@ def takeable_bytes() -> int:
 
 def _count_local_ranks(environment: Mapping[str, str]) -> int:
     """The largest number on any node of the job; 1 if no variable is set. Slurm writes `8(x3),4`."""
-    said = next((environment[name] for name in _LOCAL_RANKS if environment.get(name)), "")
-    counts = [word.partition("(")[0] for word in said.split(",")]
+    counted = next((environment[name] for name in _LOCAL_RANKS if environment.get(name)), "")
+    counts = [word.partition("(")[0] for word in counted.split(",")]
     return max([1, *(int(count) for count in counts if count.isdecimal())])
 
 

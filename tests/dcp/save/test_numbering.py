@@ -7,7 +7,7 @@ import pytest
 
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
-from replicated_ckpt.dcp.save.numbering import choose_file_number, open_unheard
+from replicated_ckpt.dcp.save.numbering import choose_file_number, open_unreached
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.state.sequence_floor import SequenceFloor
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -36,10 +36,10 @@ def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows
         with pytest.raises(
             StoreUnavailable, match=f"number {sequence} of the run, but this node has seen number 4"
         ) as raised:
-            open_unheard(store, decided(store, sequence), "host3")
+            open_unreached(store, decided(store, sequence), "host3")
         assert "load the newest checkpoint, then save" in raised.value.hint
         assert not store.list_staged()
-    open_unheard(store, decided(store, 5), "host3")
+    open_unreached(store, decided(store, 5), "host3")
     assert [intent.checkpoint_id for intent in store.list_staged()] == ["step-4"]
     assert findings(store) == []
 
@@ -48,7 +48,7 @@ def test_another_runs_saves_say_nothing_of_this_one(tmp_path: Path) -> None:
     """Sequences go by lineage."""
     store = LocalStore(tmp_path)
     checkpointed([store], 9, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage="b" * 16)
-    open_unheard(store, decided(store, 1), "host3")
+    open_unreached(store, decided(store, 1), "host3")
     assert store.list_staged()
     assert findings(store) == []
 
