@@ -113,7 +113,7 @@ class WriterParts:
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         config, wants = self.config, describe_wanted(self.config)
-        # With "local", training must not wait for copies. With "raise", a helper's copy that differs would fail the save.
+        # With ack="local", training must not wait for copies. With on_degraded="raise", a differing copy would fail it.
         takes_help = config.copies > 1 and config.on_degraded == "warn" and (config.ack != "local" or is_staged)
         digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
         # A helper does not know which of this rank's entries lie in a file of their own.
