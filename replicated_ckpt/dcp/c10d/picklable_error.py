@@ -34,7 +34,7 @@ def make_picklable(storage: Class) -> Class:
     """Has the hooks of a storage writer or reader raise RankFailed in place of an error that cannot be sent.
 
     If only this package runs in a hook, an OSError becomes a StoreError. Errors of a disk or an agent get a note with
-    the host, because roots have one path on all nodes.
+    the host, because roots have the same path on all nodes.
     """
     for name in (*_OWN_HOOKS, *_HOOKS_WITH_PLANNER):
         # Only hooks of this very class: an inherited one is wrapped already.
@@ -52,7 +52,7 @@ def _make_picklable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., 
             ):
                 return hook(self, *args, **kwargs)
         except BaseException as exc:
-            # Roots have one path on all nodes: without the host the error could come from any node.
+            # Roots have the same path on all nodes: without the host the error could come from any node.
             if isinstance(exc, StoreError | AgentUnavailable):
                 exc.add_note(f"Met on host {socket.gethostname()}.")
             if not can_be_sent(exc):

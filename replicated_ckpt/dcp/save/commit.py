@@ -130,10 +130,10 @@ def _abort_on_error(
 
 
 def _may_be_decided(store: LocalStore, save_id: str) -> bool:
-    """Whether the decision, or the published version, lies here, or this node's disk cannot be read.
+    """Whether this node has the decision or the published version, or its disk cannot be read.
 
-    The error may have come after the manifest got its name, for example from an interrupt or a failed fsync. From then
-    on, each agent that asks about the save publishes it.
+    An interrupt or a failed fsync may raise after the manifest got its name. From then on, each agent that asks about the
+    save publishes it.
     """
     try:
         return store.is_decided(save_id) or store.catalog.checkpoint_of(save_id) is not None
