@@ -384,9 +384,7 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
 
 
 def _limit_sequences(reported: Histories, own: Histories) -> Histories:
-    """The lineages that a node reported. Their sequence numbers are limited to a plausible distance ahead of the own
-    node's.
-    """
+    """The lineages that a node reported, with sequence numbers limited to a plausible distance ahead of this node's own."""
     return {
         lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
         for lineage, one in reported.items()

@@ -174,7 +174,7 @@ def _set_up_rendezvous(group: Any, name: str) -> tuple[Blackboard, WatchedGroup 
 
 
 def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
-    """The ranks in the group of these members whose processes are known to have ended, in the order of their ends."""
+    """The ranks of a group whose processes are known to have ended, in order of their ends. `members`: its global ranks."""
     with reaching_store():
         lost = presence.find_lost() if presence is not None else {}
     rank_by_member = {member: rank for rank, member in enumerate(members)}
@@ -182,6 +182,6 @@ def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
 
 
 def _find_stopped(presence: Presence | None, members: Sequence[int]) -> Mapping[int, int]:
-    """The ranks in the group of these members that are stopped on this host, with their process ids."""
+    """The ranks of a group that are stopped on this host, with their process ids. `members`: its global ranks."""
     stopped = presence.find_stopped() if presence is not None else {}
     return {rank: stopped[member] for rank, member in enumerate(members) if member in stopped}

@@ -66,7 +66,7 @@ class StateCopy:
         return copied
 
     def _find(self, value: Any, seen: dict[int, Any]) -> None:
-        """Finds the tensors in a state dict that consist only of elements. Tensors inside its objects are not included."""
+        """Finds the tensors in a state dict that consist only of elements. Tensors inside other objects do not count."""
         if type(value) in _ATOMS or id(value) in seen:
             return
         # A state dict may contain itself: without `seen` this would not end.
