@@ -151,7 +151,7 @@ def register_again(store: LocalStore, before: NodePost) -> NodePost:
 
 
 def register_for_load(store: LocalStore) -> NodePost | None:
-    """Registers this node for a load, which needs its agent only for other nodes' reads. None: there is no store.
+    """Registers this node for a load. Only other nodes need its agent, to read from it. None: there is no store.
 
     Raises:
         StoreError, ConfigInvalid
@@ -213,10 +213,10 @@ def _inode(store: LocalStore) -> str:
 def find_host() -> tuple[str, str]:
     """The address under which the other nodes reach this one, and its origin.
 
-    It is REPLICATED_CKPT_HOST if that is set, else the address from which this host reaches MASTER_ADDR. If MASTER_ADDR
-    is the name of this host, that may be a loopback address, which is useless to other hosts. Then this returns the
-    address of the default route. It does so for a link-local address, too, which works only with the name of an
-    interface. If MASTER_ADDR itself is loopback, all nodes are on this host.
+    It is REPLICATED_CKPT_HOST if that is set, else the address from which this host reaches MASTER_ADDR. That may be a
+    loopback address, if MASTER_ADDR is the name of this host, or a link-local one, which works only with the name of an
+    interface. Other hosts can use neither, so this returns the address of the default route then. If MASTER_ADDR itself
+    is loopback, all nodes are on this host.
 
     Raises:
         ConfigInvalid: REPLICATED_CKPT_HOST is not a host, or this host has only link-local addresses.

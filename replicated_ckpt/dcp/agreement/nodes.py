@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 RELAY_FROM_BYTES = 64 << 20
 """If `.metadata` for all nodes together is larger, nodes relay it. Otherwise the coordinator sends it to every node."""
 SENDS_AT_ONCE = 2
-"""How many nodes each node that has the file sends it to at a time, the coordinator included."""
+"""Parallel sends of the file by one node that has it. The coordinator makes as many."""
 
 
 class Relay:

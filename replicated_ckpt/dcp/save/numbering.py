@@ -59,7 +59,7 @@ def assign_sequence(
 
 
 def choose_file_number(opened: Opened) -> int:
-    """The first number in the names of a save's shards. Each part has its own; they are consecutive, and the smallest free.
+    """The first of the numbers in the names of a save's shards. The parts get consecutive numbers: the smallest free ones.
 
     A number is free if no file of the checkpoint on the save's nodes has it. If a node did not answer, or has another
     save of the checkpoint open, the used numbers are unknown, and the first number is a large random one.
