@@ -54,7 +54,7 @@ def tensor_bytes(plan: SavePlan) -> int | None:
 
 def _shard_bytes_max(plan: SavePlan) -> int:
     objects = OBJECTS_BYTES_MAX if any(item.tensor_data is None for item in plan.items) else 0
-    # Twice the planned bytes: a planner may write a wider type than it planned, as float32 for bfloat16.
+    # Twice the planned bytes: a planner may write a wider type than it planned, such as float32 for bfloat16.
     return _SHARD_BYTES_MIN + 2 * _tensor_bytes(plan) + len(plan.items) * _ITEM_BYTES_MAX + objects
 
 

@@ -167,7 +167,7 @@ class AgentCluster:
     ) -> None:
         """`openers`: the same addresses with the nodes' invitations, which open a save and end it.
 
-        `ticket`: the save's own; with it each rank may abort the save until it is decided.
+        `ticket`: the save's ticket, with which each rank may abort the save until it is decided.
 
         `silence_by_node`: by node, the error that its own ranks got from its agent. These agents are not asked.
         `unreached`: nodes that did not answer at the opening; a commit does not spend the full time-out on them again.

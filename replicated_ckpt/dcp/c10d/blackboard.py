@@ -234,7 +234,7 @@ class Blackboard:
     def _read_posts(
         self, topic: str, ranks: Sequence[int], *, one_by_one: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The posts of these ranks: if all exist, in two round trips; or, with `one_by_one`, those that exist."""
+        """The posts of these ranks, in two round trips, if all exist. Otherwise none or, with `one_by_one`, those there."""
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
@@ -327,7 +327,7 @@ class Blackboard:
                 self.log_if_long(wait, f"this {topic}")
             found = self._find_answer(topic, "decided", nonce)
             if found is None and wait.is_long:
-                # Late only: it is one more round trip, and no coordinator leaves a rank out before its own wait has ended.
+                # Only late: it costs one more round trip, and a coordinator leaves a rank out only after its own wait.
                 found = self._find_answer(topic, "absent", str(before))
                 _check_absent(found, topic, self._rank)
             if found is not None:
@@ -336,7 +336,7 @@ class Blackboard:
             if is_look and wait.waited_s >= check_own_at_s:
                 self._check_own(topic)
                 check_own_at_s = 2 * wait.waited_s  # rarely: each check reads a whole post, on every rank
-            # Without the coordinator no decision comes. Without another rank one may: the coordinator answers on its own.
+            # If the coordinator has ended, no decision comes. If another rank has, the coordinator may still decide.
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise describe_ended(lost)
             if is_over:

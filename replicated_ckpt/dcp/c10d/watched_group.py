@@ -56,7 +56,7 @@ Missed = tuple[int, ReplicatedCkptError]
 
 
 class WatchedGroup:
-    """The object collectives that DCP uses, of one group. One thread at a time.
+    """The object collectives of one group, as DCP uses them. One thread at a time.
 
     If a rank has ended or left, a collective raises on every rank that waits: a CheckpointException that is also RankFailed
     or RendezvousFailed. The group is broken then, and each later collective raises the same error at once.

@@ -59,8 +59,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     After `dcp.save` returns, the checkpoint is committed on every node of the process group. With `ack="peer"`, any
     `copies - 1` of these nodes can be lost with their disks, and no byte is lost. If `dcp.save` raises, the previous
-    checkpoint of that id still loads. UploadFailed and AckNotReached may report that the new one is committed all the
-    same.
+    checkpoint of that id still loads. After UploadFailed or AckNotReached, the new one may be committed all the same.
 
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
