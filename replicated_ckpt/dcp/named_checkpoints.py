@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.memory.tiers import join_left_tier
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.rank_state import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere, reject_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from replicated_ckpt.core.key_rules import KeyRules
-from replicated_ckpt.dcp.convert.dcp_format.sink import DcpSink
-from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
-from replicated_ckpt.dcp.convert.entries.source import Contents, Converted, CountBytes, Progress, Reporter, Source
+from replicated_ckpt.dcp.convert.dcp_format import DcpSink, checkpoint_source, range_reader
 from replicated_ckpt.dcp.convert.safetensors import SafetensorsSink
+from replicated_ckpt.dcp.convert.source import Contents, Converted, CountBytes, Progress, Reporter, Source
 from replicated_ckpt.dcp.convert.torch_file import TorchSink
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid

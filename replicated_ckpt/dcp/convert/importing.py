@@ -11,11 +11,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.core.key_rules import KeyRules
-from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, dcp_directory, range_reader
-from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner, parts_of
-from replicated_ckpt.dcp.convert.entries.source import Converted, Progress, Reporter, Source, windows
+from replicated_ckpt.dcp.convert.dcp_format import (
+    SourcePlanner,
+    checkpoint_source,
+    dcp_directory,
+    parts_of,
+    range_reader,
+)
 from replicated_ckpt.dcp.convert.export import Format
 from replicated_ckpt.dcp.convert.safetensors import safetensors_files
+from replicated_ckpt.dcp.convert.source import Converted, Progress, Reporter, Source, windows
 from replicated_ckpt.dcp.convert.torch_file import TorchFile
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter

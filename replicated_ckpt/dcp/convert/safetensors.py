@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from replicated_ckpt.core.chunk import Chunk
-from replicated_ckpt.dcp.convert.entries.source import (
+from replicated_ckpt.dcp.convert.source import (
     Contents,
     CountBytes,
     ObjectEntry,

@@ -17,7 +17,7 @@ from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.key_rules import nest
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.dcp.convert.entries.source import (
+from replicated_ckpt.dcp.convert.source import (
     Contents,
     CountBytes,
     ObjectEntry,

@@ -16,7 +16,7 @@ from replicated_ckpt.core.upkeep.unclaimed_files import with_unclaimed_files
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import THERE_ARE_OTHERS
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
-from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.find.choice import choose_lineage
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable

@@ -22,8 +22,7 @@ from replicated_ckpt.dcp.agreement.node_post import SeenStore
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.absence import SkippedSave, describe_silent, describe_skipped, find_unread
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
-from replicated_ckpt.dcp.find.guard import Guard, describe_rejected
-from replicated_ckpt.dcp.find.lineage_choice import choose_lineage, note_newest_run
+from replicated_ckpt.dcp.find.choice import Guard, choose_lineage, describe_rejected, note_newest_run
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,

@@ -24,16 +24,15 @@ from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.reading.windows import CELL_BYTES, ByteRange, Window
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import with_bucket_not_asked
+from replicated_ckpt.dcp.find.choice import describe_lineages
 from replicated_ckpt.dcp.find.keeping import tell_load
-from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
 from replicated_ckpt.dcp.find.rendezvous import RENDEZVOUS_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.load.dropped_entries import refuse_dropped
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.load_report import LoadReport, report_to_agent
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
-from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
+from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata, refuse_dropped
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked

@@ -1,16 +1,18 @@
-"""Finding an intact copy of a checkpoint's `.metadata`: this node's, a peer's, the bucket's."""
+"""Finding an intact copy of a checkpoint's `.metadata`, and refusing what a slim checkpoint no longer has."""
 
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.parts import is_dropped
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.find.absence import describe_answer, describe_move
 from replicated_ckpt.dcp.find.bucket_look import InBucket
@@ -20,6 +22,7 @@ from replicated_ckpt.errors import (
     ManifestInvalid,
     ObjectCorrupt,
     ObjectMissing,
+    OptimizerDropped,
     ReplicatedCkptError,
     ShardLost,
     StoreError,
@@ -161,3 +164,30 @@ def places_of(metadata: Metadata) -> Mapping[str, Sequence[ByteRange]]:
     for info in metadata.storage_data.values():
         places.setdefault(str(info.relative_path), []).append(ByteRange(info.offset, info.length))
     return places
+
+
+class EntriesLeft(dict[str, STORAGE_TYPES]):
+    """The entries that are left, by name. Planners look names up here before they plan a read."""
+
+    def __init__(self, left: Mapping[str, STORAGE_TYPES], dropped: tuple[str, ...], error: OptimizerDropped) -> None:
+        super().__init__(left)
+        self._dropped, self._error = frozenset(dropped), error
+
+    def __contains__(self, name: object) -> bool:
+        """Raises OptimizerDropped: the entry is missing, and its name belongs to the dropped optimizer."""
+        if super().__contains__(name):
+            return True
+        if isinstance(name, str) and is_dropped(name, self._dropped):
+            raise self._error
+        return False
+
+    def __missing__(self, name: str) -> STORAGE_TYPES:
+        raise self._error if is_dropped(name, self._dropped) else KeyError(name)
+
+
+def refuse_dropped(metadata: Metadata, manifest: Manifest, newest_full: str) -> Metadata:
+    """The metadata. If the checkpoint's optimizer was dropped, each look-up of a dropped entry raises."""
+    if not manifest.is_slim:
+        return metadata
+    error = OptimizerDropped(manifest.checkpoint_id, manifest.dropped, newest_full)
+    return replace(metadata, state_dict_metadata=EntriesLeft(metadata.state_dict_metadata, manifest.dropped, error))

@@ -1,27 +1,26 @@
-"""Objects in shards. They are made without running their code, and pickled again for the planner, which unpickles them.
-
-They may name what `torch.load(weights_only=True)` allows in pickles, what `torch.serialization.add_safe_globals` added,
-and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
-"""
+"""Objects as `torch.save` writes them, loaded without running their code. A save warns if a load would refuse one."""
 
 import io
 import itertools
 import pickle
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, within
-from replicated_ckpt.core.pickles.bounds import check_bounds, names_in
+from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, is_archive, within
+from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_in
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored, storage_of
 from replicated_ckpt.dcp.objects.storages import Storages, copy_records
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
+from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import weights_only_names
-from replicated_ckpt.errors import ObjectUnsafe
+from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 
 _CALLED = frozenset(
     (
@@ -259,3 +258,86 @@ def _dtype(node: Any, of: Of) -> Any:
         if unit.decode() in _UNITS and type(step) is int:
             return np.dtype(f"{text}[{step}{unit.decode()}]").newbyteorder(order)
     raise PickleUnsafe(f"holds a value of numpy's type {text[:80]!r}, which is not a plain one")
+
+
+_NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
+_TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
+"""numpy's types of Python objects and of records: their arrays name the same classes as those that can be loaded."""
+_CONTAINERS = b"]})t\x85\x86\x87"
+"""Opcodes that begin a list or a dict, or end a tuple: an object that is nested too deep has many of them."""
+_SEARCHED_BYTES_MAX = 1 << 20  # the search must not cost more than writing the object
+_WHERE = "this checkpoint"
+
+_lock = threading.Lock()
+_seen: set[tuple[Any, ...]] = set()
+_warned: set[object] = set()
+
+
+def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
+    """Warns, once in this process for each class, if a load would refuse an object as `torch.save` wrote it.
+
+    A possible name in its bytes is checked when it occurs for the first time. An object without new names costs a
+    search; an object with many containers is followed once for its entry.
+    Of an object larger than 1 MiB only the names are checked: it is not made.
+    """
+    searched = bytes(raw[:_SEARCHED_BYTES_MAX])
+    found: set[tuple[Any, ...]] = {
+        match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(searched)
+    }
+    is_deep = len(searched) - len(searched.translate(None, _CONTAINERS)) > DEPTH_MAX
+    if len(raw) > _SEARCHED_BYTES_MAX or is_deep or not is_archive(within(raw), len(raw)):
+        found.add((fqn,))
+    # Under the lock only memory changes: the check below may take long.
+    with _lock:
+        if found <= _seen:
+            return
+        _seen.update(found)
+    problem = _problem(raw, fqn)
+    if problem is not None:
+        _warn(problem)
+
+
+def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
+    """As `warn_if_unloadable`, for a tensor of a class of its own, which its pickle names."""
+    key = (kind.__module__, kind.__qualname__)
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    if unknown := unknown_names([key]):
+        _warn(ObjectUnsafe(fqn, _WHERE, unknown))
+
+
+def refuse_unloadable_paths(plan: SavePlan) -> None:
+    """Raises ConfigInvalid: an entry of a nested state lies deeper than a load accepts in any `.metadata`."""
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}  # other planners keep other data there
+    for fqn, path in paths.items():
+        if isinstance(path, tuple) and len(path) > DEPTH_MAX:
+            raise ConfigInvalid(
+                f"The entry {fqn[-200:]!r} is nested {len(path)} deep in the state dict, more than {DEPTH_MAX} levels.",
+                "Save it under a shorter path: each dict, list or tuple around it is one level.",
+            )
+
+
+def _warn(problem: ObjectUnsafe) -> None:
+    with _lock:
+        news = set(problem.names or [problem.why]) - _warned
+        _warned.update(news)
+    if news:
+        said = f"{problem.message.replace(' is not loaded: ', ' will not be loaded by default: ')} {problem.hint}"
+        warn(said)
+
+
+def _problem(raw: memoryview, fqn: str) -> ObjectUnsafe | None:
+    try:
+        tree = follow(pickle_in(within(raw), find_records(within(raw), len(raw))))
+    except (PickleUnsafe, ArchiveDamaged) as exc:
+        return ObjectUnsafe(fqn, _WHERE, (), f"it {exc}")
+    if unknown := unknown_names(sorted({key_of(named) for named in names_in(tree)})):
+        return ObjectUnsafe(fqn, _WHERE, unknown)
+    if len(raw) <= _SEARCHED_BYTES_MAX:
+        try:
+            load_object(raw, fqn, _WHERE)
+        except ObjectUnsafe as exc:
+            return exc
+    return None

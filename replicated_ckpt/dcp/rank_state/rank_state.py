@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
-from replicated_ckpt.dcp.objects.weights_only import load_object
+from replicated_ckpt.dcp.objects.weights_only import load_object, warn_if_unloadable
 from replicated_ckpt.dcp.planning.matched_state import OptimizerMatch
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError

@@ -19,8 +19,7 @@ from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
-from replicated_ckpt.dcp.planning.cached_plan import find_whole
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner, find_whole
 from replicated_ckpt.dcp.rank_state.rank_state import find_own
 from replicated_ckpt.node.saves.finish import HelperCopy
 

@@ -28,8 +28,7 @@ from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.planning.cached_plan import find_whole, planned_bytes
 from replicated_ckpt.dcp.runtime.torch_private import DTensor
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
-from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
-from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_to_host, memory_of
 
 log = logging.getLogger(__name__)
 

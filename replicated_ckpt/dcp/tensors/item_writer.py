@@ -6,11 +6,17 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from replicated_ckpt.dcp.objects.unloadable import warn_if_class_is_unknown, warn_if_unloadable
-from replicated_ckpt.dcp.tensors.container import fills_storage, is_dense, is_freed, is_plain
-from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
-from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
-from replicated_ckpt.dcp.tensors.torch_save import Envelope, learn_envelope, save_without_crc32
+from replicated_ckpt.dcp.objects.weights_only import warn_if_class_is_unknown, warn_if_unloadable
+from replicated_ckpt.dcp.tensors.container import (
+    Envelope,
+    fills_storage,
+    is_dense,
+    is_freed,
+    is_plain,
+    learn_envelope,
+    save_without_crc32,
+)
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_to_host, memory_of
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 _TEMPLATES_MAX = 4096  # tensors of ever new shapes must not fill the memory

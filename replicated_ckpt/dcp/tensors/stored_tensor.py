@@ -11,10 +11,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, narrow
-from replicated_ckpt.dcp.tensors.container import is_plain
-from replicated_ckpt.dcp.tensors.device_copy import PinnedCopies
-from replicated_ckpt.dcp.tensors.tensor_memory import copy_into, memory_of, tensor_over
-from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
+from replicated_ckpt.dcp.tensors.container import is_plain, learn_envelope
+from replicated_ckpt.dcp.tensors.tensor_memory import PinnedCopies, copy_into, memory_of, tensor_over
 from replicated_ckpt.stores.files.direct import address_of
 
 SURROUNDINGS_BYTES_MAX = 64 << 10

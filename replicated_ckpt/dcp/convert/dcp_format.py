@@ -1,25 +1,140 @@
-"""One of our checkpoints as the bytes that a conversion reads: through ReplicatedReader, from all tiers that survive."""
+"""Torch's own DCP format: a conversion reads our checkpoints and stock directories, and writes both."""
 
 import errno
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
-from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.dcp.convert.entries.items_source import ItemsSource, Wanted
+from replicated_ckpt.core.chunk import Chunk
+from replicated_ckpt.core.layout import METADATA_NAME, ShardName
+from replicated_ckpt.dcp.convert.items_source import ItemsSource, Wanted
+from replicated_ckpt.dcp.convert.source import (
+    WINDOW_BYTES,
+    Contents,
+    CountBytes,
+    ObjectEntry,
+    Part,
+    Source,
+    TensorEntry,
+    check_covered,
+    windows,
+)
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
-from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreDenied, StoreError
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
+from replicated_ckpt.dcp.save.shard_writer import sort_for_shard
+from replicated_ckpt.dcp.tensors.container import save_tensor
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectMissing, StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import closing_fd, open_plain, read_plain
+from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
+
+_Place = tuple[str, tuple[int, ...]]
+
+
+class SourcePlanner(SavePlanner):
+    """Saves the contents of a source, in its own chunks. A chunk that is larger than a window is cut.
+
+    The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` is
+    called with the number of bytes that were read since its last call.
+    """
+
+    def __init__(self, source: Source, contents: Contents, progress: Callable[[int], None]) -> None:
+        self._source = source
+        self._contents = contents
+        self._progress = progress
+        self._unit_by_place: dict[_Place, Part | ObjectEntry] = {(e.name, ()): e for e in contents.objects}
+        for part in (part for entry in contents.tensors for part in parts_of(entry)):
+            self._unit_by_place[part.entry.name, part.chunk.offsets] = part
+        self._items = sort_for_shard([_make_write_item(unit) for unit in self._unit_by_place.values()])
+        self._ahead = deque(windows(self._unit_by_place[_place_of(item)] for item in self._items))
+        self._read: dict[_Place, torch.Tensor | io.BytesIO] = {}
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Ignores DCP's state dict, which is empty: the source has the state."""
+
+    def create_local_plan(self) -> SavePlan:
+        paths = {entry.name: entry.path for entry in self._contents.entries}
+        return SavePlan(self._items, planner_data=paths)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        return plans, replace(metadata, planner_data=all_plans[0].planner_data)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        place = _place_of(write_item)
+        if place not in self._read:
+            self._look_ahead(place)
+        return self._read.pop(place)
+
+    def _look_ahead(self, place: _Place) -> None:
+        """Reads the next units of the plan. Units that were read and not asked for, against the order, are dropped."""
+        unit = self._unit_by_place[place]
+        group = self._ahead.popleft() if self._ahead and unit in self._ahead[0] else [unit]
+        parts = [unit for unit in group if isinstance(unit, Part)]
+        objects = [unit for unit in group if isinstance(unit, ObjectEntry)]
+        self._read = {}  # before the next window is read
+        raw_by_key = self._source.read_objects(objects)
+        self._read |= {(entry.name, ()): io.BytesIO(raw_by_key[entry.key]) for entry in objects}
+        for part, tensor in zip(parts, self._source.read(parts), strict=True):
+            self._read[part.entry.name, part.chunk.offsets] = tensor
+        self._progress(sum(unit.size_bytes for unit in group))
+
+
+def _place_of(item: WriteItem) -> _Place:
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
+def parts_of(entry: TensorEntry) -> list[Part]:
+    """The parts of a tensor, each of which becomes an item: its chunks, or pieces of the chunks that are cut."""
+    check_covered(entry)
+    found = []
+    for chunk in entry.chunks:
+        found += [Part(entry, run) for run in chunk.runs(chunk, WINDOW_BYTES // entry.dtype.itemsize)]
+    return found or [Part(entry, Chunk.whole(entry.shape))]  # one without elements is an item all the same
+
+
+def _make_write_item(unit: Part | ObjectEntry) -> WriteItem:
+    if isinstance(unit, ObjectEntry):
+        return WriteItem(MetadataIndex(unit.name), WriteItemType.BYTE_IO)
+    entry, chunk = unit.entry, unit.chunk
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
+        TensorProperties(dtype=entry.dtype),
+        torch.Size(entry.shape),
+    )
+    index = MetadataIndex(entry.name, torch.Size(chunk.offsets))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
 
 _NO_SIZE = torch.Size(())
 
@@ -189,3 +304,58 @@ def dcp_directory(path: Path) -> ItemsSource:
     except (OSError, MemoryError) as exc:
         raise _make_read_error(path, METADATA_NAME, exc) from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))
+
+
+class DcpSink:
+    """`.metadata` and shards `__0_0.distcp`, `__0_1.distcp`, ...; a new one begins beyond `shard_bytes_max`."""
+
+    is_directory = True
+
+    def __init__(self, *, shard_bytes_max: int) -> None:
+        self._shard_bytes_max = shard_bytes_max
+
+    def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
+        """Writes all of it. `.metadata` comes last, so an incomplete output is not a checkpoint."""
+        planner = SourcePlanner(source, contents, progress)
+        (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+        metadata.storage_data = {}
+        items = deque(plan.items)
+        while items:
+            name = str(ShardName(0, len(output.written)))
+            with output.create(name) as stream:
+                while items and stream.position < self._shard_bytes_max:
+                    item = items.popleft()
+                    metadata.storage_data[item.index] = _write_item(stream, name, planner.resolve_data(item))
+        metadata.storage_meta = StorageMeta()
+        version = metadata_version()
+        # torch 2.7 has no version to write.
+        if version is not None:
+            metadata.version = version
+        with output.create(METADATA_NAME) as stream:
+            stream.write(encode_metadata(metadata))
+
+    def check(self, path: Path, contents: Contents) -> None:
+        """Reads the metadata back.
+
+        Raises:
+            ObjectCorrupt: it does not describe the state that was written.
+        """
+        metadata = decode_metadata((path / METADATA_NAME).read_bytes(), str(path))
+        wanted = {entry.name for entry in contents.entries}
+        if set(metadata.state_dict_metadata) != wanted or {index.fqn for index in metadata.storage_data} != wanted:
+            raise ObjectCorrupt(
+                str(path), "read back", METADATA_NAME, "it describes another state dict", READ_BACK_HINT
+            )
+
+    def may_replace(self, name: str) -> bool:
+        return name == METADATA_NAME or name.endswith(".distcp")
+
+
+def _write_item(stream: Stream, name: str, data: torch.Tensor | io.BytesIO) -> StorageInfo:
+    """Appends one item, as FileSystemWriter does."""
+    start = stream.position
+    if isinstance(data, io.BytesIO):
+        stream.write(data.getbuffer())
+    else:
+        save_tensor(data, stream)
+    return StorageInfo(name, start, stream.position - start)

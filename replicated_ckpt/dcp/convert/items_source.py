@@ -12,7 +12,7 @@ from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.key_rules import Path
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import tensor_of
-from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry, check_plain
+from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry, check_plain
 from replicated_ckpt.dcp.objects.storages import dtype_of, record_of
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
