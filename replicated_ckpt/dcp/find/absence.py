@@ -54,7 +54,7 @@ def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: 
 
 
 def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
-    """By node, this node's store as a searched place; empty if this process has no store."""
+    """This node's store as a searched place, by node id. Empty: this process has no store."""
     who = f"node {own_node}" if own_node != NO_NODE else "no node's store yet"
     return {} if isinstance(store, EmptyStore) else {own_node: f"{who} at {store.root} (own store)"}
 
@@ -66,7 +66,7 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
 
 
 def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
-    """The places that were searched for a shard; and the bucket of its save, if the load has none."""
+    """The places that were searched for a shard; and the bucket of its save, if the load was given none."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
@@ -94,7 +94,7 @@ def describe_absence(
     were found.
     """
     where = "; ".join(searched)
-    # Begun is not absent: a job that starts anew would take a lost save for a first run.
+    # A save that was begun is not absent: a job would otherwise take its loss for a first run, and start anew.
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
             f"Checkpoint {checkpoint_id!r} was begun, but never committed. Searched: {where}.",
@@ -154,8 +154,8 @@ def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
 
 
 def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
-    """A description of what happened to a save that the bucket had when the load began. Empty: it is still there, or
-    the bucket fails.
+    """Describes how the bucket lost a save that it had when the load began. Empty: it still has the save, or cannot be
+    read.
     """
     try:
         there = bucket.save_of(checkpoint_id)
@@ -194,7 +194,7 @@ def describe_skipped(
 ) -> str:
     """The text of a load's warning: which newer saves it skips, and why; "" if none.
 
-    `newer`: the newest first. `unread`: those that may be newer, as `find_unread` returns them.
+    `newer`: the skipped saves, the newest first. `unread`: ids that may have newer saves, from `find_unread`.
     """
     if not (newer or unread):
         return ""
@@ -217,10 +217,10 @@ def describe_skipped(
 
 
 def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
-    """For the same warning: none of the save's other nodes was reached, so they may have continued without this one.
+    """The warning that places which did not answer may have newer saves: the bucket, or all other nodes of the save.
 
-    Also if the bucket did not answer: it may have newer saves of lost nodes. `searched`: by node, each searched place.
-    "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
+    `searched`: by node, each searched place. "" if the bucket is not such a place, and another node answered (even a
+    replacement for a lost one) or no other node of the save was asked.
     """
     bucket = searched.get(OBJECT_NODE, "")
     if NOT_REACHED in bucket:

@@ -33,7 +33,7 @@ class LineageChoice:
 def choose_lineage(
     checkpoint_id: str, saves: Sequence[SaveFound], wanted: str, newest: Newest | None = None
 ) -> LineageChoice:
-    """Chooses the lineage that saved last by the clock, or the lineage `wanted`. With `newest`, only its saves count.
+    """Chooses the lineage that saved last by the clock, or the lineage `wanted`. `newest`: only saves that fit it count.
 
     Raises:
         LineagesMet: there are several lineages and `wanted` is "refuse", or none of them is the lineage `wanted`.
@@ -54,9 +54,9 @@ def choose_lineage(
         )
     ours = [save for save in fitting if save.version.lineage == chosen.lineage]
     others = (save for save in fitting if save.version.lineage != chosen.lineage)
-    # No lineage and no sequence: stock torch wrote it, as into a bucket. It is the last resort of any run.
+    # Stock torch's saves have no lineage and no sequence. They are the last resort of any run.
     unmanaged = [save for save in others if not save.version.lineage and not save.sequence]
-    # Of all names: a save that follows must be newer than those that "latest" does not match, too.
+    # All names count: the next save must also be newer than those that "latest" does not match.
     beside = (save for save in saves if scope_of(save.checkpoint_id) == scope)
     sequence_max = max(save.sequence for save in beside if save.version.lineage == chosen.lineage)
     return LineageChoice((*ours, *unmanaged), lineages, sequence_max)
@@ -111,8 +111,8 @@ _REJECT = "To have every load skip it: `manager.reject(STEP)`, or `replicated-ck
 class Guard:
     """Decides for each whole save of a run, the newest first, whether "latest" skips it.
 
-    `newest`: the largest sequence of the run. `max_tries`: a save that was restored so often since the run's newest save is
-    skipped; None: none is. A save of another run is never taken in place of a skipped one.
+    `newest`: the largest sequence of the run. `max_tries`: a save that was restored this many times since the run's newest
+    save is skipped; None: any number is allowed. A save of another run never takes the place of a skipped one.
     """
 
     def __init__(self, marks: Marks, newest: int, max_tries: int | None) -> None:

@@ -81,9 +81,9 @@ class _Lister(Surveyor):
 
 
 def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, lineage: str) -> tuple[Listed, ...]:
-    """The saves of the run that "latest", as it was `asked` for, would choose from, newest first.
+    """The saves among which a load would choose, newest first. `asked`: "latest", or as "run-a/latest".
 
-    A node or bucket that does not answer adds none.
+    The list lacks the saves of a node or bucket that does not answer.
 
     Raises:
         LineagesMet, LatestAmbiguous: as for a load.
@@ -94,9 +94,9 @@ def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, linea
 def name_saves(
     checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
 ) -> tuple[Mapping[str, Manifest | None], str]:
-    """The saves under one id, complete or not, replaced ones too, of the lineage of the newest; and that lineage.
+    """All saves under one id in the lineage of the newest, even if incomplete or replaced; and that lineage.
 
-    Each has its manifest, or None if no place has one that passes its checks.
+    Each save has its manifest, or None if no place has one that passes its checks.
 
     Raises:
         LineagesMet: as for a load.
@@ -110,7 +110,7 @@ def _make_lister(store: LocalStore, bucket: Bucket | None, lineage: str) -> _Lis
 
 
 _told: deque[str] = deque(maxlen=16)
-"""The last warnings of this process about checkpoints that are not loaded: one restore looks several times."""
+"""The last warnings about checkpoints that are not loaded. Each is logged once, although a restore searches repeatedly."""
 
 
 def look_up(

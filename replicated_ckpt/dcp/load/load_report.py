@@ -17,11 +17,11 @@ class LoadReport:
     `bytes_local`, `bytes_peer` and `bytes_object` count the blocks that this rank read from its own store, from peers and
     from the bucket. `bytes_shared` counts the bytes, not blocks, that another rank of this node had fetched.
 
-    `seconds_by_node`: of reading from each node, this one and the bucket ("object-store") included, in all threads
-    together. `load_id`: the same on all ranks of the load.
+    `seconds_by_node` has the seconds of reading from each node, including this one and the bucket ("object-store"),
+    summed over all threads. `load_id` is the same on all ranks of the load.
 
-    `phases` has seconds. `plan` is the time until this rank may read, with the wait for other ranks; `read` is the time
-    of reading. On rank 0, `ranks` has the reports of all ranks in order, once all have read.
+    `phases` has seconds: `plan` until this rank may read, including the wait for other ranks; then `read`. On rank 0,
+    `ranks` has the reports of all ranks in order, once all have read.
     """
 
     checkpoint_id: str

@@ -28,21 +28,22 @@ from replicated_ckpt.stores.threads import start_worker
 
 THREADS = 3
 BUFFERS = 5
-"""Of 4 MiB each: fetched, or being fetched, and not used yet."""
+"""Buffers of 4 MiB. Each has one window, which is being fetched or waits to be used."""
 _PULSE_S = 0.5
 STOP_WITHIN_S = 1.0
 
 
 class FetchAhead:
-    """Fetches windows in their order. Windows that the node's other ranks need, too, go through this rank's cache.
+    """Fetches windows in their order, on threads of its own. Windows that other ranks of the node need, too, go through
+    this rank's cache.
 
-    It owns its threads, and one thread uses it. Each window is taken once, in order.
+    One thread takes the windows, each once and in order.
     """
 
     def __init__(
         self, reader: ShardReader, windows: Sequence[Window], numbers: Mapping[Window, int], exchange: Exchange | None
     ) -> None:
-        """`numbers`: which of `windows` are pieces of the cache, and their numbers there."""
+        """`numbers`: by window that goes through the cache, its number there."""
         self._reader = reader
         self._windows = list(windows)
         self._numbers = numbers
@@ -59,7 +60,7 @@ class FetchAhead:
         try:
             for _ in range(min(THREADS, len(windows))):
                 self._threads.append(start_worker(self._work, name="replicated_ckpt-fetch"))
-        # A thread less, as at a process limit, must not leave those before it running.
+        # If a thread cannot start, as at a process limit, those that already run must end.
         except BaseException:
             self.stop()
             raise
@@ -70,7 +71,7 @@ class FetchAhead:
             while window not in self._results:
                 if self._failure is not None:
                     raise self._failure
-                # The other ranks must see that this one lives while it waits: they would give its cache up.
+                # While this rank waits, the others must see that it lives. Otherwise they stop using its cache.
                 if self._exchange is not None and self._reads_under_way:
                     self._exchange.pulse()
                 self._changed.wait(_PULSE_S)
@@ -113,7 +114,7 @@ class FetchAhead:
     def _next_task(self) -> tuple[Window, memoryview | None] | None:
         """The next window, with memory for it unless it goes into the cache. The earliest window gets memory first."""
         with self._changed:
-            # Allocated at the first task: a rank that fetches nothing needs no 20 MiB.
+            # Allocated at the first task, so that a rank that fetches nothing does not take 20 MiB.
             if self._buffers is None:
                 self._buffers = [memoryview(bytearray(CELL_BYTES)) for _ in range(BUFFERS)]
             while not self._is_stopped and self._next < len(self._windows):
@@ -130,18 +131,18 @@ class FetchAhead:
 
     def _fetch(self, reader: ShardReader, window: Window, memory: memoryview | None) -> None:
         if self._exchange is None or window not in self._numbers:
-            self._tell(window, self._read(reader, window, memory))
+            self._put_result(window, self._read(reader, window, memory))
             return
         number = self._numbers[window]
         # Other ranks may still read the slot's earlier window.
         if not self._exchange.wait_for_slot(number, lambda: self._is_stopped):
             return
         found = self._read(reader, window, self._exchange.slot(number))
-        # Also on failure: ranks that wait for this number learn of it, and read for themselves.
+        # On failure, too: the ranks that wait for this window then read it themselves.
         given = self._exchange.put_piece(number, found if isinstance(found, memoryview) else None)
-        self._tell(window, given if isinstance(found, memoryview) else found)
+        self._put_result(window, given if isinstance(found, memoryview) else found)
 
-    def _tell(self, window: Window, found: memoryview | BaseException) -> None:
+    def _put_result(self, window: Window, found: memoryview | BaseException) -> None:
         with self._changed:
             self._results[window] = found
             self._changed.notify_all()
@@ -151,7 +152,7 @@ class FetchAhead:
             self._reads_under_way += 1
         try:
             return reader.read_range(window.shard, window.offset, window.length, memory)
-        # Kept for its window: those before it may be all that the rank still gets.
+        # Raised only when this window is taken: the rank can still use the windows before it.
         except ReplicatedCkptError as exc:
             return exc
         finally:
@@ -219,10 +220,10 @@ class ShardItems:
         self._open: list[tuple[Wanted, Feed]] = []
 
     def place_of(self, window: Window) -> memoryview | None:
-        """The target memory for the whole next window, if it is contiguous: the window may be read into it, and then
-        taken.
+        """The part of a target tensor that the next window fills, so that the window can be read into it. None: there is
+        none, and any memory will do.
         """
-        # Another item begins in the window: its bytes do not belong into this one's tensor.
+        # Another item begins in the window, and its bytes do not belong in this item's tensor.
         is_next = self._next < len(self._wanted) and self._wanted[self._next].info.offset < window.end
         if is_next or len(self._open) != 1:
             return None
@@ -275,8 +276,8 @@ class ShardItems:
             feed.finish_feed()
 
     def _whole(self, one: Wanted) -> Callable[[], memoryview]:
-        """Reads all of an item of which only a part was wanted, into memory of its own, because the window is still in
-        use.
+        """A function that reads the whole item, although only a part was wanted. It uses memory of its own, because the
+        window is still in use.
         """
 
         def read() -> memoryview:
@@ -298,8 +299,8 @@ class Loading:
     def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow, place_of: PlaceOf) -> None:
         """Passes each window, verified, to `feed`, in order. Its memory is valid during the call.
 
-        A window of the node's own disk is read into its `place_of`, if there is one. If it fails its check, that memory
-        becomes zeros.
+        A window of the node's own disk is read into its `place_of`, if there is one. If the window fails its check, that
+        memory becomes zeros.
 
         Raises:
             ShardLost: no intact copy is left. And any error of `feed`. When it raises, no thread is left that the load
@@ -319,7 +320,7 @@ class Loading:
                         ahead.release(window)
                     else:
                         feed(window, read(window.shard, window.offset, window.length, place_of(window)))
-                    # Long work on local windows is not silence: the other ranks must not give this one up.
+                    # During long work on local windows, too: the other ranks must not take this one for dead.
                     self._pulse()
         except BaseException:
             if self._exchange is not None:
@@ -330,7 +331,7 @@ class Loading:
             ahead.stop()
         if self._exchange is not None:
             self._exchange.leave()
-            # The cache's file goes when every rank that shares it has opened it: too early, and a late rank finds none.
+            # The cache's file may be removed only after every rank that shares the cache has opened it.
             self._exchange.wait_until_opened()
 
     def _pulse(self) -> None:
@@ -353,15 +354,15 @@ class Loading:
         return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
     def _read_shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
-        """Feeds windows that several ranks of the node need, from the rank that fetched them. If that fails, reads them
-        again.
+        """Feeds windows that several ranks of the node need, from the rank that fetched them. If that rank failed, reads
+        them itself.
         """
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
         raw = _take_fetched(hull, windows, ahead) if is_own else exchange.take_piece(unit)
         for window in windows:
-            # The rank that fetches has failed or hangs: each reads for itself, from any copy that is left.
+            # The rank that fetches failed or hangs: this rank reads from any copy that is left.
             if raw is None:
                 feed(window, self._reader.read_range(window.shard, window.offset, window.length))
             else:
@@ -374,13 +375,13 @@ class Loading:
 
 
 def _take_fetched(hull: Window, windows: Sequence[Window], ahead: FetchAhead) -> memoryview | None:
-    """A window that this rank has fetched for several ranks. None: a block of it is lost, perhaps one that no rank
-    needs.
+    """A window that this rank has fetched for several ranks. None: the window has a lost block, which this rank may not
+    need.
     """
     try:
         return ahead.take_window(hull)
     except ShardLost:
-        # This rank needs every block of it: none is left to try.
+        # This rank needs every block of the window, so the load fails.
         if {block for window in windows for block in window.blocks}.issuperset(hull.blocks):
             raise
         return None

@@ -29,7 +29,7 @@ _CALLED = frozenset(
         "torch._tensor._rebuild_from_type_v2",
     )
 )
-"""Names of torch's list that may be called, besides functions that rebuild tensors. Others make memory of any size."""
+"""Names of torch's list that may be called, besides functions that rebuild tensors. Others could take any memory."""
 
 _REBUILDS = "torch._utils._rebuild_"
 _BLOCKED = ("sys", "os", "posix", "nt")
@@ -61,7 +61,7 @@ def save_again(raw: memoryview, fqn: str, where: str) -> io.BytesIO:
     """The object of an item as `torch.save` of this process writes it.
 
     Raises:
-        ObjectUnsafe: it is not loaded.
+        ObjectUnsafe: the object is refused, or cannot be saved again.
     """
     value, buffer = load_object(raw, fqn, where), io.BytesIO()
     try:
@@ -89,7 +89,7 @@ def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
 
 
 def unknown_names(names: Sequence[Key]) -> tuple[Key, ...]:
-    """Those names that nothing allows an object to have."""
+    """The names among these that an object may not have."""
     allowed = {**_names_of_user(), **weights_only_names()}
     own = KEYS | {_BYTES}
     return tuple(key for key in names if key not in own and (".".join(key) not in allowed or key[0] in _BLOCKED))
@@ -126,7 +126,7 @@ class ObjectValues(Values):
         try:
             return self.of(tree)
         except UnknownName as exc:
-            # All of them in one error: else the user would add one class per try.
+            # All unknown names go into one error: otherwise the user would add one class per try.
             unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
             raise UnknownName(*(unknown or exc.keys)) from exc
 
@@ -147,7 +147,7 @@ class ObjectValues(Values):
         if key in (_BYTES, _BYTEARRAY, _ENCODE):
             return self._bytes(node, key)
         self.find(key)
-        # A class that the user has added is called in any way: the user has allowed that.
+        # Only torch's names are limited: the user has allowed any call of an added class.
         if ".".join(key) in self._names:
             _check_call(node, key)
         if key == _SPARSE:
@@ -155,7 +155,7 @@ class ObjectValues(Values):
         return super().make(node)
 
     def _bytes(self, node: Made, key: Key) -> bytes | bytearray:
-        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs may take long; a number, any memory."""
+        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs could take long, and bytes(n) any memory."""
         arguments = self.of(node.arguments)
         if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in _LATIN and key != _BYTES:
             data = arguments[0].encode("latin-1", "replace")
@@ -166,7 +166,7 @@ class ObjectValues(Values):
         return bytearray(data) if key == _BYTEARRAY else data
 
     def _sparse(self, node: Made) -> torch.Tensor:
-        """A sparse tensor with every index inside it: torch's own function does not check that."""
+        """A sparse tensor, made with a check of its indices, which torch's own function for pickles omits."""
         layout, data = self.of(node.arguments)
         try:
             if layout is torch.sparse_coo:
@@ -180,7 +180,7 @@ class ObjectValues(Values):
 
 
 def _check_call(node: Made, key: Key) -> None:
-    """Raises PickleUnsafe unless this is how objects call a name of torch's default."""
+    """Raises PickleUnsafe unless this call of a name of torch's list is one that `torch.save` writes."""
     path = ".".join(key)
     if path not in _CALLED and not path.startswith(_REBUILDS):
         raise PickleUnsafe(f"calls {path}, which no object needs")
@@ -197,7 +197,7 @@ _ARRAYS: frozenset[Key] = frozenset(itertools.product(_MODULES, ("_reconstruct",
 _SCALARS: frozenset[Key] = frozenset(itertools.product(_MODULES, ("scalar",)))
 _DTYPE, _NDARRAY = ("numpy", "dtype"), ("numpy", "ndarray")
 KEYS = _ARRAYS | _SCALARS | {_DTYPE, _NDARRAY}
-"""The names in a pickle of such values."""
+"""The names in a pickle of numpy's values."""
 
 # Without V (records) and O (objects): their bytes would be read as addresses.
 _PLAIN = re.compile(r"[biufcSU][0-9]{1,9}")
@@ -228,7 +228,7 @@ def _array(node: Made, of: Of) -> Any:
     dtype, raw = _dtype(described, of), of(data)
     if type(raw) is not bytes:
         raise PickleUnsafe("holds an array of Python objects")
-    # An empty array is made by its shape: there are no bytes to see it in.
+    # An empty array has only a shape, and no bytes for frombuffer.
     if not raw:
         return np.empty(of(shape), dtype) if 0 in shape else np.frombuffer(raw, dtype)
     # copy: frombuffer is read-only, and would keep the container's bytes.
@@ -262,7 +262,7 @@ def _dtype(node: Any, of: Of) -> Any:
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
-"""numpy's types of Python objects and of records: their arrays name the same classes as those that can be loaded."""
+"""numpy's types of Python objects and of records. Their arrays name no other classes than arrays that can be loaded."""
 _CONTAINERS = b"]})t\x85\x86\x87"
 """Opcodes that begin a list or a dict, or end a tuple: an object that is nested too deep has many of them."""
 _SEARCHED_BYTES_MAX = 1 << 20  # the search must not cost more than writing the object
@@ -276,9 +276,9 @@ _warned: set[object] = set()
 def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
     """Warns, once in this process for each class, if a load would refuse an object as `torch.save` wrote it.
 
-    A possible name in its bytes is checked when it occurs for the first time. An object without new names costs a
-    search; an object with many containers is followed once for its entry.
-    Of an object larger than 1 MiB only the names are checked: it is not made.
+    A name in its bytes is checked when it first occurs in this process, so an object without new names costs only a
+    search. An object with many containers is checked once for its entry. An object larger than 1 MiB is not made: only
+    its names are checked.
     """
     searched = bytes(raw[:_SEARCHED_BYTES_MAX])
     found: set[tuple[Any, ...]] = {

@@ -50,11 +50,11 @@ class ShardResults(list[WriteResult]):
 
 
 class _LostResults(list[WriteResult]):
-    """In place of results that the coordinator does not have. Gathering must not raise: the other ranks would wait."""
+    """Stands for results that the coordinator does not have. Gathering must not raise: the other ranks would wait."""
 
 
 def holds_paths_only(planner_data: Any) -> bool:
-    """Whether a planner has kept the same as DCP's own: the path of each name in the nested state."""
+    """Whether planner data are those of DCP's own planner: the path of each name in the nested state."""
     return type(planner_data) is dict and all(type(path) is tuple for path in planner_data.values())
 
 
@@ -81,8 +81,8 @@ class PlannerData:
 class CachedLayout:
     """The coordinator's cache of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket.
 
-    The last of them describe the checkpoint without its optimizer: `weights` of them, without the entries that have
-    one of the prefixes `dropped`. 0: there is no optimizer, or nothing else.
+    Its last `weights` bytes describe the checkpoint without its optimizer, whose entries have one of the prefixes
+    `dropped`. 0: there is no optimizer, or nothing else.
     """
 
     save_id: str
@@ -170,9 +170,7 @@ class CachedLayouts:
         return "" if self._kept is None else self._kept.save_id
 
     def refer(self, results: list[WriteResult], save_id: str, known: str) -> ShardResults:
-        """This rank's results of a save, in the form that is sent to the coordinator, whose cache has those of the save
-        `known`.
-        """
+        """This rank's results of a save, in the form that is sent to the coordinator. `known`: the save in its cache."""
         digest = _digest_of(results)
         is_same = self._digest_by_save.get(known) == digest
         # Two saves at most: this one may still fail, and the coordinator then refers to the one before.
@@ -182,7 +180,7 @@ class CachedLayouts:
         return ShardResults(results, digest, known if is_same else "")
 
     def find_layout(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CachedLayout | None:
-        """Coordinator: the cached layout, if it is that of a save with this metadata and these results.
+        """Coordinator: the cached layout, if a save with this metadata and these results has the same.
 
         Raises:
             SaveAborted: a rank refers to results that are not in the cache. The next save sends them whole.
@@ -197,7 +195,7 @@ class CachedLayouts:
         return kept if kept is not None and kept.is_of(metadata, results) else None
 
     def keep(self, layout: CachedLayout) -> None:
-        """Coordinator: a save of this layout is decided. Lists that a wrapper of the writer made are not cached."""
+        """Coordinator: caches the layout of a decided save, unless a wrapper of the writer has changed its results."""
         self._kept = layout if all(layout.digests) else None
         _by_save[layout.save_id] = layout
 

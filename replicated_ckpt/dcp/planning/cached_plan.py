@@ -30,7 +30,7 @@ class PlansUnknown(ReplicatedCkptError):
 
 
 class CachedWriteItems(list[WriteItem]):
-    """The items of a plan that was not sent. It prevents that a planner without this cache plans a rank without items."""
+    """Stands for the items of a plan that was not sent. A planner without this cache gets an error when it reads them."""
 
     def __iter__(self) -> Iterator[WriteItem]:
         raise PlansUnknown(
@@ -44,7 +44,7 @@ class CachedWriteItems(list[WriteItem]):
 
 @dataclass(frozen=True)
 class Place:
-    """The last use of a plan: its global plan, and its rank in it."""
+    """Where a plan was used last: in which global plan, for which rank."""
 
     generation: str
     rank: int
@@ -56,9 +56,9 @@ class CachedSavePlan(SavePlan):
 
     was: Place | None = None
     now: Place | None = None
-    """From the coordinator: its place from now on."""
+    """Set by the coordinator: the plan's place from now on."""
     whole: SavePlan | None = None
-    """The plan that it stands for, on the rank that has made this one. It does not travel."""
+    """The plan that it stands for, on the rank that made this object. It is not sent."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "whole": None}
@@ -97,14 +97,14 @@ class CachedLoadPlan(LoadPlan):
 
 
 def hold(plan: LoadPlan) -> LoadPlan:
-    """The plan that is sent in place of `plan`: everything except the items, and the names in these."""
+    """The plan that is sent in place of `plan`. It has the names in the items, but not the items."""
     names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
     kept: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(LoadPlan)}
     return CachedLoadPlan(**{**kept, "items": CachedReadItems(), "asked": zlib.compress(names.encode(), 1)})
 
 
 def hand_back(plan: LoadPlan) -> LoadPlan:
-    """The plan that is sent back to its rank, which has its own names."""
+    """The plan that is sent back to its rank. It omits the names, which the rank has."""
     return replace(plan, asked=b"") if isinstance(plan, CachedLoadPlan) else plan
 
 
@@ -117,15 +117,16 @@ def names_asked(plans: Sequence[LoadPlan]) -> set[str]:
 
 
 Basis = tuple[tuple[bool, bool], tuple[str, ...], tuple[Any, ...]]
-"""Names in order, and of each value everything that DCP's `create_default_local_save_plan` (torch 2.7 to 2.15) reads.
+"""Everything on which a rank's local plan depends: two flags, the names in order, and the properties of each value.
 
-First whether the rank coordinates, and whether autograd records: `requires_grad` of a DTensor's part depends on that.
+The flags: this rank coordinates; autograd records, because `requires_grad` of a DTensor's part depends on it. The
+properties are those that DCP's `create_default_local_save_plan` reads (torch 2.7 to 2.15).
 """
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """The coordinator's data with a whole plan: the plan's place, and the planner's own data."""
+    """The coordinator's addition to a plan that it sends whole: the plan's place, beside the planner's own data."""
 
     place: Place
     planner_data: Any
@@ -193,7 +194,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         if not self._keeps_plans:
             return super().create_local_plan()
         plan, basis = self._plan_locally()
-        # The save before failed after this step: the coordinator may not have the plan that this rank would refer to.
+        # The previous save failed after this step: the coordinator may not have the plan that this rank would refer to.
         was_cut_short = self._asked is not None
         self._asked, self._asked_basis, self._next_known = plan, basis, None
         if was_cut_short or self._place is None or not _are_same(plan, self._local):
@@ -231,7 +232,7 @@ class CachedSavePlanner(DefaultSavePlanner):
             self._final, self._place = new_plan, None
         self._local, self._asked = self._asked or SavePlan([]), None
         self._basis, self._asked_basis = self._asked_basis, None
-        # Last: a save that fails before this step leaves the cache of the save before.
+        # Last: a save that fails before this step leaves the cache of the previous save.
         self._known, self._next_known = self._next_known, None
         self.plan = self._final
         return self._final
@@ -265,7 +266,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         if not isinstance(plan, CachedSavePlan):
             return plan
         known = self._known
-        # Its cache is of another global plan, as after a restart of one side: planning on would mix two states.
+        # The cache is of another global plan, as after a restart of one side: to use it would mix two states.
         if known is None or plan.was != Place(known.generation, rank):
             raise PlansUnknown(
                 f"Rank {rank} did not send its plan, because the plan has not changed since its last save. The "
@@ -323,8 +324,8 @@ def _basis_of_value(value: object) -> tuple[Any, ...] | None:
 def _basis_of_mesh(tensor: DTensor) -> tuple[Any, ...]:
     """Identifies the part of the tensor that this rank has. torch's own equality is too weak for that.
 
-    Of equal meshes another rank has this one's place once process groups are made anew; in torch 2.7 `Shard(0)` equals a
-    `_StridedShard(0)`, whose parts lie elsewhere.
+    After process groups are made anew, this rank may have another place in an equal mesh. In torch 2.7, `Shard(0)` equals
+    a `_StridedShard(0)`, whose parts lie elsewhere.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     return mesh, mesh.get_coordinate(), placements, tuple(map(type, placements))

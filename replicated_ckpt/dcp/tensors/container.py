@@ -27,7 +27,7 @@ _TEMPLATES_MAX = 4096  # a hostile checkpoint may have any number of shapes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its elements."""
+    """Whether a tensor is strided, of torch's own class, and its memory has its values as they are."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -101,7 +101,7 @@ class TensorReader:
         """Reads the pickle of a tensor, and caches the layout if it is a simple one."""
         records = find_records(within(raw), len(raw))
         outline = tensor_of(tree := follow(pickle_in(within(raw), records)))
-        # Several records, or data that does not begin the storage: made as any object.
+        # Not a plain tensor, or its storage is another record than `data/0`: made like any object.
         if outline is None or record_of(outline.storage, records).start != start:
             return other_tensor(ObjectValues(Storages(records, copy_records(raw))).whole(tree, len(raw)))
         layout = _Layout(dtype_of(outline), outline.shape, outline.stride, size, outline.offset)
@@ -194,7 +194,7 @@ def save_tensor(tensor: torch.Tensor, stream: Writable) -> None:
 
 
 def save_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
-    """The same, without the CRC32s in the container: our own checksums cover all of it.
+    """As `save_tensor`, without the CRC32s in the container: our own checksums cover all of it.
 
     Raises:
         ReplicatedCkptError: of the stream.
@@ -228,11 +228,11 @@ class _WithoutData:
 
 
 def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Envelope | None:
-    """The bytes around the data of such a dense tensor: always the same. A large one's memory costs nothing.
+    """The bytes around the data of a dense tensor of this kind, which are always the same. None: they are not as expected.
 
-    Its first bytes are zeroed. Otherwise they may be left from an old container: torch takes data that begin like a
-    record's end for one, and writes another serialization ID. All further memory is never touched. Source: torch
-    2.7 to 2.15, `ostream_write_func` in caffe2/serialize/inline_container.cc. Returns None if it is not as expected.
+    `torch.save` writes a model of the tensor, whose memory is not touched and so costs nothing. Only its first bytes are
+    zeroed. Otherwise they may be left from an old container, and if they look like the end of a record, torch writes
+    another serialization ID. Source: torch 2.7 to 2.15, `ostream_write_func` in caffe2/serialize/inline_container.cc.
 
     Raises:
         RuntimeError, ValueError, TypeError, pickle.PicklingError: there are no such tensors, or torch does not save them.
@@ -240,11 +240,11 @@ def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     model = empty_tensor(shape, dtype, stride)
     model.untyped_storage()[:_RECORD_END_BYTES].fill_(0)
     size_bytes = model.numel() * model.element_size()
-    # A large one would be copied through memory whole, only to learn its two ends.
+    # The data of a large one is not collected: only its two ends are needed.
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()
         save_without_crc32(model, parts)
-        # torch wrote the data in other pieces than expected: the parts cannot be told apart.
+        # If torch wrote the data in other pieces than expected, the ends cannot be told from it.
         is_understood = parts.data_bytes == size_bytes
         return (memoryview(bytes(parts.head)), memoryview(bytes(parts.tail))) if is_understood else None
     buffer = io.BytesIO()

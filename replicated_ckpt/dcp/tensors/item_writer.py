@@ -31,7 +31,7 @@ class Stream(Protocol):
         """Appends a copy."""
 
     def refer(self, data: memoryview, /) -> None:
-        """Appends bytes that stay where and as they are until the stream is finished."""
+        """Appends bytes without a copy. They must stay unchanged until the stream is finished."""
 
 
 class TensorWriter:
@@ -51,7 +51,7 @@ class TensorWriter:
             save_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
             return
         surrounding = self._surrounding_of(tensor)
-        # With gaps between its elements, the storage would be written with them: a copy has none.
+        # Gaps between its elements would be written, too: a copy has none.
         if surrounding is None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             surrounding = self._surrounding_of(tensor)
@@ -97,7 +97,7 @@ _FREED_HINT = (
 
 
 def align(stream: Stream) -> None:
-    """Pads the stream for the next item: aligned as in its own zip file, a load can map or read it without a copy."""
+    """Pads the stream so that the next item is aligned as in a zip file of its own. A load then needs no copy of it."""
     stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
 
 

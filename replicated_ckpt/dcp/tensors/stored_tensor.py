@@ -1,4 +1,4 @@
-"""The bytes of a tensor in its item, from the metadata, and the memory that they are read into."""
+"""Where the bytes of a tensor lie in its item, predicted from the metadata; and the memory that they are read into."""
 
 import ctypes
 import pickle
@@ -96,7 +96,7 @@ def plan_ranges(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) 
     whole = ByteRange(info.offset, info.length)
     if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
         return (whole,)
-    # The tail's length is unknown: reading that much more covers a head of any length up to it.
+    # `slack` is the length of head and tail together. The head may have any part of it, so that much more is read.
     slack = info.length - stored.data_bytes
     rows = stored.rows(item)
     return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
@@ -122,14 +122,14 @@ class Destination(Protocol):
         """Memory to which the next bytes, from `start` on, may be read before they are put; None: any memory will do."""
 
     def put(self, piece: memoryview) -> None:
-        """The next bytes; they are valid during the call."""
+        """Takes the next bytes, which are valid during the call."""
 
     def close(self) -> None:
-        """Everything was put: afterwards the target holds it (a GPU's in the order of its current stream)."""
+        """Called after the last `put`. Then the target has all bytes; on a GPU, for later work of its current stream."""
 
 
 class Memory:
-    """The target's own memory, on the CPU. Bytes that are put may lie where they belong already."""
+    """The target's own memory, on the CPU. The caller may have read bytes to their place before it puts them."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self._memory = memory_of(target)
@@ -140,7 +140,7 @@ class Memory:
 
     def put(self, piece: memoryview) -> None:
         address = address_of(piece)
-        # They were read to their place already: a copy onto itself would cost a pass over memory.
+        # Bytes that lie in their place already are not copied onto themselves.
         if address != self._address:
             ctypes.memmove(self._address, address, len(piece))
         self._address += len(piece)

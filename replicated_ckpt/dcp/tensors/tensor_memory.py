@@ -101,8 +101,7 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
 
 
 class DeviceCopies:
-    """Copies of tensors to the host. This object makes those of CPU tensors; those of GPU tensors proceed by
-    themselves.
+    """Copies tensors to the host. The constructor copies CPU tensors, and begins the copies of GPU tensors.
 
     A GPU begins once its current stream has done its earlier work. The sources are kept until `wait_for_copies`.
     """
@@ -210,7 +209,7 @@ def _ring_of(device: torch.device) -> PinnedRing:
 
 
 class PinnedCopies:
-    """A contiguous target on a GPU. Later work of the GPU's current stream runs after the copies."""
+    """Copies bytes to a contiguous target on a GPU. Work of its current stream after `close` waits for the copies."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self._bytes = target.reshape(-1).view(torch.uint8)
@@ -220,7 +219,7 @@ class PinnedCopies:
         self._position = 0
 
     def place(self, start: int, length: int) -> memoryview | None:
-        """A place in the buffer that is copied next, if it has room for them."""
+        """Memory for these bytes in the buffer that is copied next. None: they do not come next, or do not fit."""
         if start != self._position or length > BUFFER_BYTES:
             return None
         return self._ring.room_for(self._bytes, start, length)[:length]
