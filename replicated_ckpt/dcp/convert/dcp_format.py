@@ -1,4 +1,4 @@
-"""Torch's own DCP format: a conversion reads our checkpoints and stock directories, and writes both."""
+"""DCP checkpoints in conversions: reads one of ours or a stock directory, plans the save of ours, writes a directory."""
 
 import errno
 import io
@@ -59,7 +59,7 @@ _Place = tuple[str, tuple[int, ...]]
 
 
 class SourcePlanner(SavePlanner):
-    """Saves the contents of a source, in its own chunks. A chunk that is larger than a window is cut.
+    """Saves the contents of a source, in the source's chunks. A chunk that is larger than a window is cut.
 
     The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` is
     called with the number of bytes that were read since its last call.
@@ -97,12 +97,12 @@ class SourcePlanner(SavePlanner):
         return self._read.pop(place)
 
     def _look_ahead(self, place: _Place) -> None:
-        """Reads the next units of the plan. Units that were read and not asked for, against the order, are dropped."""
+        """Reads the next units of the plan. Drops units of the last window that were not asked for in their order."""
         unit = self._unit_by_place[place]
         group = self._ahead.popleft() if self._ahead and unit in self._ahead[0] else [unit]
         parts = [unit for unit in group if isinstance(unit, Part)]
         objects = [unit for unit in group if isinstance(unit, ObjectEntry)]
-        self._read = {}  # before the next window is read
+        self._read = {}  # frees the last window before the next one is read
         raw_by_key = self._source.read_objects(objects)
         self._read |= {(entry.name, ()): io.BytesIO(raw_by_key[entry.key]) for entry in objects}
         for part, tensor in zip(parts, self._source.read(parts), strict=True):
@@ -120,7 +120,7 @@ def parts_of(entry: TensorEntry) -> list[Part]:
     found = []
     for chunk in entry.chunks:
         found += [Part(entry, run) for run in chunk.runs(chunk, WINDOW_BYTES // entry.dtype.itemsize)]
-    return found or [Part(entry, Chunk.whole(entry.shape))]  # one without elements is an item all the same
+    return found or [Part(entry, Chunk.whole(entry.shape))]  # a tensor without elements is an item, too
 
 
 def _make_write_item(unit: Part | ObjectEntry) -> WriteItem:
@@ -140,7 +140,7 @@ _NO_SIZE = torch.Size(())
 
 
 class _RangePlanner(LoadPlanner):
-    """Asks a reader for ranges of bytes: each one is an item that is not a tensor."""
+    """Asks a reader for ranges of bytes. Each range is an item that is not a tensor."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
@@ -220,9 +220,9 @@ def checkpoint_source(reader: ReplicatedReader, checkpoint_id: str) -> ItemsSour
 
 
 class DirectoryFetcher:
-    """Bytes of files in one directory. No checksums of them were taken, so none are compared.
+    """Bytes of files in one directory. There are no checksums of them, so none are compared.
 
-    Links are not followed: in a directory that another user can write, they could lead to any file of this one.
+    Links are not followed: in a directory that another user can write, they could lead to any file of this user.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -295,7 +295,7 @@ def dcp_directory(path: Path) -> ItemsSource:
     """The checkpoint in a directory.
 
     Raises:
-        ConfigInvalid: there is none. StoreDenied: it is a link. MetadataUnsafe: its .metadata is not what DCP writes.
+        ConfigInvalid: there is no .metadata. StoreDenied: it is a link. MetadataUnsafe: DCP did not write it.
     """
     try:
         raw = read_plain(path / METADATA_NAME, FILE_BYTES_MAX, os.O_NOFOLLOW)

@@ -25,7 +25,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 class Sink(Protocol):
-    """A format that is written."""
+    """Writes one format."""
 
     is_directory: bool
 
@@ -121,7 +121,7 @@ def _write(sink: Sink, source: Source, contents: Contents, output: Output, repor
             name = next(iter(output.written))
             with translate_errors(output.label, "read back", name):
                 sink.check(output.part("" if sink.is_directory else name), contents)
-        # Only now, read back: an output under its final name is always complete.
+        # Only after it was read back: an output under its final name is always complete.
         output.publish()
 
 

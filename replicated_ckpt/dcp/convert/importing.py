@@ -44,8 +44,7 @@ def import_checkpoint(
     trust_pickles: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Converted:
-    """Makes a checkpoint in this node's store from the files at `path`, or from those of their entries that `keys`
-    selects.
+    """Makes a checkpoint in this node's store from the files at `path`. With `keys`, only from the selected entries.
 
     ReplicatedWriter saves it in this process, a window of 64 MiB at a time. Then it is read back and compared with its
     checksums. This node has the only copy until its agent runs and the agents make the others. With an object store,

@@ -1,4 +1,4 @@
-"""A file of `torch.save`, as a source of a conversion and as its target: read, and written, part by part."""
+"""A file of `torch.save` as the source or target of a conversion, which reads or writes it part by part."""
 
 import io
 import os
@@ -93,7 +93,7 @@ class TorchFile:
         start = self._position(tensor) if lies_there and part.chunk.elements else None
         target = window_tensor(part.chunk.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.chunk.offsets, part.chunk.sizes, strict=True))
-        # Not one range of the file: torch copies it from the mapping.
+        # The part is not one range of the file: torch copies it from the mapping.
         if start is None or len(list(part.chunk.runs(whole, part.chunk.elements))) != 1:
             return target.copy_(tensor[slices])
         raw = memory_of(target)
@@ -127,7 +127,8 @@ def load_trusted(file: Path | io.BytesIO, what: str, *, mmap: bool = False) -> A
     """The object that `torch.save` wrote. Its pickle can run any code.
 
     Raises:
-        ConfigInvalid: a class is missing here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: no such file.
+        ConfigInvalid: a class is missing here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: torch.save did
+            not write it.
     """
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
@@ -247,7 +248,7 @@ class StatePickler(pickle.Pickler):
 
 
 def _rebuilding(like: torch.Tensor, key: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Any, ...]:
-    """torch's own reduction of such a tensor, with another storage, shape and stride."""
+    """torch's own reduction of `like`, with another storage, shape and stride."""
     with catch_warnings():
         simplefilter("ignore", UserWarning)  # torch warns of typed storages, which torch.save still writes
         rebuild, arguments = like.__reduce_ex__(PROTOCOL)[:2]  # type: ignore[no-untyped-call]
@@ -265,8 +266,8 @@ _ALIGNMENT_BYTES = 64
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
 _PADDING_ID = b"FB"
-_UNTOUCHED = zipfile.ZIP64_LIMIT // 2
-"""Entries below this never need the long fields of zip, whatever their headers take."""
+_SMALL_BYTES_MAX = zipfile.ZIP64_LIMIT // 2
+"""Records up to this size need no zip64 fields, however long their headers are."""
 
 
 class TorchSink:
@@ -382,7 +383,7 @@ class _Archive:
         if kind is None:
             self._zip.close()
         else:
-            self._zip.fp = None  # else it writes its directory when it is collected, as if it were whole
+            self._zip.fp = None  # otherwise, when it is collected, it writes a directory as if the file were whole
 
     def add(self, name: str, data: bytes | memoryview) -> None:
         with self.opened(name, len(data)) as record:
@@ -390,8 +391,8 @@ class _Archive:
 
     def opened(self, name: str, size_bytes: int) -> Any:
         """A record to write to; its bytes begin at a multiple of 64 in the file, so that they can be mapped."""
-        # Known in advance: zipfile cannot go back to enlarge a header that was written.
-        is_large = size_bytes > _UNTOUCHED
+        # Decided in advance: zipfile cannot go back to enlarge a header.
+        is_large = size_bytes > _SMALL_BYTES_MAX
         entry = zipfile.ZipInfo(f"archive/{name}")
         fixed = _LOCAL_HEADER_BYTES + len(entry.filename) + (_ZIP64_EXTRA_BYTES if is_large else 0) + 4
         padding = -(self._stream.position + fixed) % _ALIGNMENT_BYTES

@@ -69,10 +69,10 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
 
 
 def claim_memory_root(tier: LocalStore, disk: LocalStore) -> None:
-    """Records in both stores that the one is the memory tier of the other.
+    """Records in both stores that `tier` is the memory tier of `disk`.
 
     Raises:
-        ConfigInvalid: it has become another store's. StoreError: it cannot be read.
+        ConfigInvalid: it has become another store's tier. StoreError: it cannot be read.
     """
     with translate_errors(str(tier.root), "look at", "memory tier"):
         _check_is_free(tier, disk)
@@ -136,7 +136,7 @@ def _find_file_system(path: Path) -> str:
         place = place.parent
     device = place.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}".encode()
-    for line in _MOUNTS.read_bytes().split(b"\n"):  # the places are of any bytes but blanks and line feeds
+    for line in _MOUNTS.read_bytes().split(b"\n"):  # a path may have any bytes except blanks and line feeds
         mount, _, described = line.partition(b" - ")
         if number in mount.split(b" ")[2:3]:
             return described.split()[0].decode()
@@ -144,7 +144,7 @@ def _find_file_system(path: Path) -> str:
 
 
 _SHARD_BYTES = 1 << 20
-"""For each shard besides its tensors: containers, small objects, metadata."""
+"""Allowance for each shard beyond its tensors: containers, small objects, metadata."""
 _TOLD_AGAIN = 1.1
 """A need that has grown by this factor is logged again."""
 
@@ -160,7 +160,7 @@ class MemoryTierShort(ReplicatedCkptError):
 
 
 class MemoryLimit:
-    """One writer's memory tier. `generations`: the checkpoints in it at the same time, the one being written included."""
+    """The limit of one writer's tier. `generations`: how many checkpoints are in it at once, with the one being written."""
 
     def __init__(self, store: LocalStore, generations: int) -> None:
         self._store, self._root, self._generations = store, store.root, generations
@@ -172,7 +172,7 @@ class MemoryLimit:
             return measure_memory(self._root) - self._measure_others(checkpoint_id)
 
     def _measure_others(self, checkpoint_id: str | None) -> int:
-        """Bytes of checkpoints that this run's retention will not remove: of other lineages or directories of ids."""
+        """Bytes of checkpoints that this run's retention does not remove: other lineages, other directories of ids."""
         scope = scope_of(checkpoint_id or "")
         seen = find_seen_lineage(self._store, scope)
         if seen is None:  # the first save continues the run that it finds: nothing is foreign
@@ -195,7 +195,7 @@ class MemoryLimit:
         short = [
             f"node {node} ({self._describe(size)}) may take {describe_bytes(room[node])}"
             for node, size in need.items()
-            # A node without a figure has its store on a disk, or an older release: its own write finds a full one.
+            # A node without a figure has its store on a disk, or runs an older release: its write fails if it is full.
             if size > room.get(node, size)
         ]
         if short:

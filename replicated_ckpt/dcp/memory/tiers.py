@@ -1,4 +1,4 @@
-"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves also go to the disk."""
+"""The two tiers of one run: the options of each, the newer of their checkpoints, and the saves that also go to the disk."""
 
 import contextlib
 import logging
@@ -29,10 +29,10 @@ _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_rete
 
 
 def is_of_tier(error: CheckpointException) -> bool:
-    """Whether a load may continue with the other tier: stored bytes failed, not the state or the caller's limits.
+    """Whether a load may continue with the other tier, because this tier's data failed, not the state or caller's limits.
 
-    False if a rank is short of descriptors or memory: the tier's data may be intact, and newer. The same on all ranks,
-    because each has the errors of all.
+    False if a rank is short of descriptors or memory: this tier's data may be intact, and newer. The result is the same
+    on all ranks, because each has the errors of all.
     """
     # Another class is the user's own error, as of a state that does not fit: another tier would not help.
     ours = [each for each, _ in error.failures.values() if isinstance(each, ReplicatedCkptError)]
@@ -63,8 +63,8 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, Any]:
-    """Each option that counts checkpoints counts those on the disk. 1 stays 1, because some saves go to the disk out of
-    turn.
+    """The options with intervals in saves of the run, not in checkpoints on the disk. 1 stays 1, because some saves go to
+    the disk out of turn.
     """
     given = {**options}
     if options.get("object_store") is not None:
@@ -77,15 +77,13 @@ def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, An
 
 
 def _count_saves(every: int, disk_every: int) -> int:
-    """As a number of the run's saves: those are each `every`-th save that goes to the disk."""
+    """The interval, in saves of the run, of each `every`-th save that goes to the disk."""
     return every if every == 1 else every * disk_every
 
 
 class DiskSaveCount:
-    """Every `every`-th save goes to the disk, by its sequence. If a save did not reach the disk, the next one goes
-    there.
-
-    The cause does not matter: an error, or the end of all trainers between the two tiers.
+    """Decides which saves go to the disk: each whose sequence is a multiple of `every`. If such a save did not reach the
+    disk, for example because all trainers ended, the next save goes there.
     """
 
     def __init__(self, every: int) -> None:
@@ -97,11 +95,11 @@ class DiskSaveCount:
         self._newest = {lineage: history.sequence for lineage, history in on_disk.items()}
 
     def is_due(self, saved: Version) -> bool:
-        """Whether a save in memory is due for the disk: it has no save from the last multiple of `every` on."""
+        """Whether a save in memory must go to the disk, because the disk has no save since the last multiple of `every`."""
         return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
 
     def record_disk_save(self, on_disk: Version) -> None:
-        """Records that the disk has it."""
+        """Records a save that is on the disk."""
         self._newest[on_disk.lineage] = on_disk.sequence
 
 

@@ -155,7 +155,7 @@ class ObjectValues(Values):
         return super().make(node)
 
     def _bytes(self, node: Made, key: Key) -> bytes | bytearray:
-        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs could take long, and bytes(n) any memory."""
+        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs may take long, and bytes(n) any memory."""
         arguments = self.of(node.arguments)
         if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in _LATIN and key != _BYTES:
             data = arguments[0].encode("latin-1", "replace")
