@@ -66,7 +66,7 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
 
 
 def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
-    """The places that were searched for a shard; and the bucket of its save, if the load was given none."""
+    """The places that were searched for a shard; and the bucket of its save, if the load was given no bucket."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
@@ -134,7 +134,7 @@ class NewerSaves:
         return tuple(self._told_by_id.values())
 
     def raise_first(self, searched: Sequence[str], is_wanted: Callable[[str], bool]) -> None:
-        """For a search that found nothing else. Raises ManifestVersionUnknown: one of these is wanted."""
+        """Raises ManifestVersionUnknown if one of these is wanted. Called if the search found nothing else."""
         for checkpoint_id, told in self._told_by_id.items():
             if is_wanted(checkpoint_id):
                 raise ManifestVersionUnknown(f"{told}. Searched: {'; '.join(searched)}.")
@@ -230,7 +230,7 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
         )
     others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
     asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
-    # Any node that answered would have listed a newer save, or a sequence beyond it.
+    # A node that answered would have listed a newer save, or reported its sequence.
     if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""
     silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)

@@ -65,7 +65,7 @@ def choose_lineage(
 def note_newest_run(
     choice: LineageChoice, checkpoint_id: str, beside: Sequence[SaveFound], wanted: str
 ) -> LineageChoice:
-    """The choice of a load by name. If another run has the newest checkpoint in the directory of ids, it is added.
+    """The choice of a load by name. Adds the run with the newest checkpoint in the directory of ids, if it is another one.
 
     `beside` has the newest saves of each run in that directory.
 
@@ -93,7 +93,7 @@ def describe_lineage(found: LineageFound) -> str:
 
 
 def describe_lineages(lineages: Sequence[LineageFound]) -> str:
-    """For the warning of a load: which run was chosen, and which were not."""
+    """The warning of a load: which run was chosen, and which were not."""
     chosen, *others = map(describe_lineage, lineages)
     return (
         f"Checkpoints of several runs lie in one directory of ids. Loaded: {chosen}. Not loaded: "
@@ -103,7 +103,7 @@ def describe_lineages(lineages: Sequence[LineageFound]) -> str:
 
 
 WARN_AT = 3
-"""Restores of one checkpoint without a later save from which on rank 0 warns."""
+"""From this many restores of one checkpoint without a later save on, rank 0 warns."""
 _SHOWN_MAX = 3
 _REJECT = "To have every load skip it: `manager.reject(STEP)`, or `replicated-ckpt reject {} --root ROOT`."
 
@@ -122,7 +122,7 @@ class Guard:
         self.tried: list[SaveFound] = []
 
     def count(self, save: SaveFound) -> int:
-        """How often the save was restored, a restore that begins now included."""
+        """How often the save was restored, including the restore that begins now."""
         return 1 + self._marks.count_restores(save.version.lineage, self._newest, save.save_id)
 
     def skips(self, save: SaveFound) -> bool:
@@ -138,7 +138,7 @@ class Guard:
         return False
 
     def raise_if_rejected(self) -> None:
-        """For a search that found nothing else. Raises CheckpointRejected: whole saves were skipped, all as rejected."""
+        """Raises CheckpointRejected if whole saves were skipped as rejected. Called if the search found nothing else."""
         if self._rejected:
             raise CheckpointRejected([save.checkpoint_id for save in self._rejected])
 

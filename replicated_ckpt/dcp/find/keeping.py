@@ -72,7 +72,7 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are
     newer.
 
-    They also record the number of this restore, if the load asked for "latest". The number is the same in each call of
+    The agents also record the number of this restore, if the load asked for "latest". The number is the same in each call of
     one load. This load reads nothing from an agent that does not answer.
 
     Returns two sets of nodes: first those without the save (in a mere search, all nodes), or whose copy has lost its
@@ -82,7 +82,7 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     # Stock torch wrote it: without a lineage there is nothing that agents could pin.
     if not survey.lineages:
         return set(), silent
-    reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
+    reader = f"{world.session}/{threading.get_ident()}"  # a thread has one load at a time
     # Bounded: agents could not count on from a huge number that a peer made up.
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}

@@ -60,8 +60,8 @@ _NAME_IT = (
 
 
 class AgreedError(Exception):
-    """Carries the error that ended a rendezvous. Every rank raises one. `in_step`: only in a step in which DCP gathers
-    errors.
+    """Carries the error that ended a rendezvous. Every rank raises one; with `in_step`, in a step in which DCP
+    gathers errors.
 
     An error of this package is the same on all ranks. For any other error, the other ranks raise RankFailed.
     """
@@ -83,7 +83,7 @@ def meet(
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank. Only the coordinator searches the bucket.
 
-    `max_tries`: as of Surveyor; only the coordinator's is used.
+    `max_tries`: as for Surveyor; only the coordinator's is used.
     `in_step`: this rank is in DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
     Raises:
@@ -233,7 +233,8 @@ def _survey_alone(
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
-    """The nodes in the address book of this node's agent. None from another user's directory."""
+    """The nodes in the address book of this node's agent. Empty for a store that is only read: another
+    user's directory could name any address."""
     return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 

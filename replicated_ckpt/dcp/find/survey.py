@@ -70,7 +70,7 @@ def unmanaged_save(
 
     Raises:
         CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
-            ShardLost: "latest", and no checkpoint is whole. `because`: there is none. LatestAmbiguous
+            ShardLost: "latest", and no checkpoint is whole. `because`: there is no such checkpoint. LatestAmbiguous
     """
     newest = asked if isinstance(asked, Newest) else None
     wanted = asked if isinstance(asked, str) else None

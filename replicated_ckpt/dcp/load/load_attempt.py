@@ -174,7 +174,7 @@ _TRANSFORMED = (
 
 
 class LoadAttempt:
-    """One load on one rank: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, `read_items`.
+    """One load on one rank. Its steps: `meet`, `read_metadata`, `prepare`, `plan`, `share` (coordinator), `read_items`.
 
     If only this rank fails in the first two steps, its error is kept. `prepare` raises it, because DCP sends the errors of
     that step to all ranks. One thread.
@@ -220,8 +220,8 @@ class LoadAttempt:
         id.
 
         Raises:
-            ReplicatedCkptError: on every rank alike. Two kinds of errors are raised by `prepare` instead: those of this
-                rank alone; and all, if a rank is in DCP's first step, where DCP waits for every rank.
+            ReplicatedCkptError: on every rank alike. `prepare` raises an error of this rank alone instead. If a rank is
+                in DCP's first step, `prepare` raises every error, because DCP waits there for all ranks.
         """
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open

@@ -43,7 +43,7 @@ class FetchAhead:
     def __init__(
         self, reader: ShardReader, windows: Sequence[Window], numbers: Mapping[Window, int], exchange: Exchange | None
     ) -> None:
-        """`numbers`: by window that goes through the cache, its number there."""
+        """`numbers`: the number in the cache of each window that goes through it."""
         self._reader = reader
         self._windows = list(windows)
         self._numbers = numbers

@@ -90,9 +90,9 @@ def read_verified_metadata(
 def _read_copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
-    """Each copy that can be read: first this node's, whatever the state of its manifest, then the listed ones.
+    """Each copy that can be read: first this node's, then those that peers and the bucket listed, then other peers'.
 
-    Nodes that listed no copy, or are `silent`, are asked last, because each may cost a time-out. The error of each
+    Peers that listed no copy, or are `silent`, are asked last, because each may cost a time-out. The error of each
     place is added to `problems`.
     """
     save, own_node = survey.found, store.read_node_id()

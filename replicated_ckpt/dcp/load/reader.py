@@ -140,8 +140,7 @@ class ReplicatedReader(StorageReader):
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a committed checkpoint of this id is in any store. The same on every rank; all ranks must call it.
 
-        A test of the node's own disk would have another result on each node. A checkpoint that is no longer complete
-        exists, too.
+        A test of the node's own disk could differ between nodes. A checkpoint that is no longer complete exists, too.
 
         Raises:
             StoreUnavailable: none was found, but not all stores were reached. Other ReplicatedCkptErrors, on every rank

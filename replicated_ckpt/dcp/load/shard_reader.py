@@ -42,7 +42,7 @@ _NO_AGENT = (
     "`replicated-ckpt agent --root ROOT`."
 )
 OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
-"""How many shards one thread has open. More would keep descriptors and connections of finished shards."""
+"""The most shards that one thread has open. More would keep descriptors and connections of finished shards."""
 
 
 @dataclass
@@ -191,7 +191,7 @@ class ShardReader:
 
     def _describe_lost(self, shard: str) -> ShardLost:
         save, searched = self._survey.found, [*self._survey.searched, *self.findings.failures(shard)]
-        # Another job may have replaced it in the bucket; a bucket that is silent would cost its time-out again.
+        # Another job may have replaced the save in the bucket. A silent bucket would cost its time-out again.
         if self._bucket is not None and self._survey.in_bucket is not None and not self.findings.is_silent(OBJECT_NODE):
             searched += describe_move(self._bucket, save.checkpoint_id, save.save_id)
         places = with_bucket_not_asked(searched, self._manifest)

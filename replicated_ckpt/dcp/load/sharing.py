@@ -20,7 +20,7 @@ class RemoteNeeds:
     """The windows that a rank needs and its node lacks. They go to the coordinator in `LoadPlan.storage_data`.
 
     `cache` is the name of the rank's cache, which exists by now. With None the rank shares nothing: it needs no remote
-    windows, or its cache could not be made. `silent` are nodes that let a time-out pass while the rank read the metadata.
+    windows, or its cache could not be made. `silent` are nodes that timed out while the rank read the metadata.
     """
 
     node_id: str
