@@ -1,4 +1,4 @@
-"""DCP checkpoints in conversions: reads one of ours or a stock directory, plans the save of ours, writes a directory."""
+"""DCP checkpoints as the source of a conversion (one of ours, or a stock directory), and as its target."""
 
 import errno
 import io
@@ -176,7 +176,7 @@ def _range(number: int) -> ReadItem:
 
 
 class ReaderFetcher:
-    """Bytes of shards by the calls that DCP makes to a StorageReader, so each is verified as in a load."""
+    """Reads bytes of shards through a StorageReader, as DCP does, so each byte is verified as in a load."""
 
     def __init__(self, reader: ReplicatedReader) -> None:
         self._reader = reader
@@ -220,7 +220,7 @@ def checkpoint_source(reader: ReplicatedReader, checkpoint_id: str) -> ItemsSour
 
 
 class DirectoryFetcher:
-    """Bytes of files in one directory. There are no checksums of them, so none are compared.
+    """Reads bytes of files in one directory. There are no checksums of them, so none are compared.
 
     Links are not followed: in a directory that another user can write, they could lead to any file of this user.
     """

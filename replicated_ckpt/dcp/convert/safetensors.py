@@ -138,7 +138,7 @@ def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
 
 
 def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names with their entries, without `__metadata__`."""
+    """The entries of a header by name, without `__metadata__`."""
     position = _token(raw, 0, b"{")
     seen: set[str] = set()
     while not raw.startswith(b"}", position):
@@ -155,7 +155,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
             entry = json.loads(raw[position:end], parse_constant=_refuse, object_pairs_hook=name_once)
             if not isinstance(entry, dict):
-                raise TypeError(f"{name[:80]!r} is described by no object")
+                raise TypeError(f"{name[:80]!r} has an entry that is not a JSON object")
             yield name, entry
             position = _skip(raw, end)
         if not raw.startswith(b"}", position):
@@ -165,7 +165,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _skip_metadata(raw: bytes, position: int, label: str) -> int:
-    """The position behind the texts of `__metadata__`."""
+    """The position after the texts of `__metadata__`."""
     position = _token(raw, position, b"{")
     while not raw.startswith(b"}", position):
         name, position = _text(raw, position)

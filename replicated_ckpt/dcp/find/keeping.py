@@ -72,8 +72,8 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are
     newer.
 
-    The agents also record the number of this restore, if the load asked for "latest". The number is the same in each call of
-    one load. This load reads nothing from an agent that does not answer.
+    The agents also record the number of this restore, if the load asked for "latest". The number is the same in each call
+    of one load. This load reads nothing from an agent that does not answer.
 
     Returns two sets of nodes: first those without the save (in a mere search, all nodes), or whose copy has lost its
     optimizer since they listed it; then the silent ones.

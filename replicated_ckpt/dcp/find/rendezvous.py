@@ -233,8 +233,9 @@ def _survey_alone(
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
-    """The nodes in the address book of this node's agent. Empty for a store that is only read: another
-    user's directory could name any address."""
+    """The nodes in the address book of this node's agent. Empty for a store that is only read: a
+    directory of another user could name any address.
+    """
     return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 

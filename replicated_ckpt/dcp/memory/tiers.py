@@ -29,7 +29,7 @@ _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_rete
 
 
 def is_of_tier(error: CheckpointException) -> bool:
-    """Whether a load may continue with the other tier, because this tier's data failed, not the state or caller's limits.
+    """Whether a load may try the other tier: its error is about stored data, not about the caller's state or limits.
 
     False if a rank is short of descriptors or memory: this tier's data may be intact, and newer. The result is the same
     on all ranks, because each has the errors of all.
@@ -116,8 +116,8 @@ def join_left_tier(
     these stores.
 
     A job that uses that tier again then loads the saves made meanwhile, instead of the tier's older state. Called by
-    all ranks of the group, before the first save. Logs if the tier has newer checkpoints than the stores. Returns what
-    each of the stores holds, on all ranks' nodes.
+    all ranks of the group, before the first save. Logs if the tier has newer checkpoints than the stores. Returns
+    the histories of each store on all ranks' nodes.
     """
     scope = scope_of(checkpoint_id)
     told = agree_on_all(
@@ -136,7 +136,7 @@ def join_left_tier(
         return by_store
     if left[lineage].sequence > held.get(lineage, History(0)).sequence:
         log.warning(_LEFT, stores[0].root, _root_of_left(stores[0], in_use) or "another node's memory")
-    # Only a run that goes on here: a new one must not take over a lineage that it never loaded.
+    # Only for a run that continues here: a new run must not take over a lineage that it never loaded.
     if seen is not None or lineage in held:
         join_lineages(stores, checkpoint_id, newest_version(left, lineage))
     return by_store

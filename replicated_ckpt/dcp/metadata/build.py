@@ -342,7 +342,7 @@ class _Builder(Values):
         return size
 
     def _size_of(self, numbers: tuple[Any, ...]) -> torch.Size:
-        """Bounds how many sizes hash alike, so that no dictionary of them gets slow."""
+        """The size with these numbers. Bounds how many sizes hash alike, so that no dictionary of them gets slow."""
         if len(numbers) > DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
             raise PickleUnsafe("has a size that is not made of numbers")
         size = torch.Size(numbers)

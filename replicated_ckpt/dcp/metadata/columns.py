@@ -229,8 +229,8 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
     """The metadata of the pickle with this size and CRC32C.
 
     Raises:
-        ColumnsInvalid: these are damaged, or of another one. MetadataUnsafe: raised for the pickle in them; or later, by
-        the places, if their offsets were chosen to make look-ups slow.
+        ColumnsInvalid: they are damaged, or belong to another pickle. MetadataUnsafe: the pickle in them is unsafe. A later
+        look-up in the places raises it, too, if their offsets were chosen to make look-ups slow.
     """
     if len(raw) < _HEAD.size:
         raise ColumnsInvalid("they are torn")
@@ -280,7 +280,7 @@ def _paths(raw: bytes) -> list[str]:
     except (ValueError, RecursionError) as exc:
         raise ColumnsInvalid("their names of shards are unreadable") from exc
     if type(paths) is not list or not all(type(path) is str and is_shard_path(path) for path in paths):
-        raise ColumnsInvalid("they name what is not a shard")
+        raise ColumnsInvalid("they name a file that is not a shard")
     return paths
 
 

@@ -86,7 +86,7 @@ class SavedMetadata(Metadata):
 
     @classmethod
     def of(cls, checkpoint_id: str, save_id: str, store: LocalStore | None = None) -> "SavedMetadata":
-        """Without a store it can only be sent to another rank."""
+        """A reference to the metadata of a save. Without a store it can only be sent to another rank."""
         found = cls.__new__(cls)
         vars(found).update(_save=(checkpoint_id, save_id), _store=store)
         return found
@@ -105,7 +105,7 @@ class SavedMetadata(Metadata):
             vars(self).pop("_save", None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # At the coordinator: the reference travels, not the metadata.
+        # At the coordinator: the reference is sent, not the metadata.
         kept = vars(self)
         if "_save" in kept and kept["_store"] is None:
             return SavedMetadata.of, kept["_save"]

@@ -78,7 +78,7 @@ class Values:
         # A function may return a shared object, such as a dtype: setting its state would change it for the whole process.
         if state is not None and not _makes_new_ones(called):
             raise PickleUnsafe(
-                f"gives a state to what {node.called.path[:_NAMES_CHARACTERS]} makes, which others may have, too"
+                f"sets the state of an object of {node.called.path[:_NAMES_CHARACTERS]}, which may be shared"
             )
         try:
             return make_as_picklers_do(called, arguments, state, contents, is_new=node.is_new)

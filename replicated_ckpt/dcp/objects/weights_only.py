@@ -309,7 +309,7 @@ def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
 
 
 def refuse_unloadable_paths(plan: SavePlan) -> None:
-    """Raises ConfigInvalid: an entry of a nested state lies deeper than a load accepts in any `.metadata`."""
+    """Raises ConfigInvalid if an entry of the nested state lies deeper than a load accepts in a `.metadata`."""
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}  # other planners keep other data there
     for fqn, path in paths.items():
         if isinstance(path, tuple) and len(path) > DEPTH_MAX:

@@ -76,7 +76,7 @@ def planned_bytes(item: WriteItem) -> int:
 
 
 class CachedReadItems(list[ReadItem]):
-    """The items of a plan that stayed on its rank. A planner that reads all ranks' items would miss that rank's."""
+    """Stands for the items of a plan that stayed on its rank. A planner that reads them gets an error."""
 
     def __iter__(self) -> Iterator[ReadItem]:
         raise ConfigInvalid(

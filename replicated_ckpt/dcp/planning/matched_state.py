@@ -31,7 +31,7 @@ class MatchedState(dict[Any, Any]):
 
 
 class StateOf(dict[Any, Any]):
-    """Asks for the saved state of a parameter. It is frozen here, so this process's optimizer has no state for it."""
+    """Asks for the saved state of a parameter that is frozen here, and so has none in this process's optimizer."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()

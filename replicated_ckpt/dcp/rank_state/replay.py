@@ -97,7 +97,7 @@ class ReplayedLoader(Stateful):
             self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined]  # it had a state then
 
     def _begin(self) -> Iterator[Any]:
-        """A new epoch."""
+        """Begins a new epoch. Returns the loader's iterator."""
         self._yielded, self._is_exhausted = 0, False
         self._start = {"asked": capture_random(), "generators": self._capture_own()}
         self._start |= {"iterations": getattr(self.loader, _ITERATIONS, None), "has_workers": self._has_workers()}

@@ -27,7 +27,7 @@ _TEMPLATES_MAX = 4096  # a hostile checkpoint may have any number of shapes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided, of torch's own class, and its memory has its values as they are."""
+    """Whether a tensor is a strided `torch.Tensor` whose memory has its values: not quantized, conjugate or negated."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -1,4 +1,4 @@
-"""Writing items: the layout of a tensor or object in a shard. Its container is `torch.save`'s; stock torch reads it."""
+"""Writes items into a shard: each tensor or object in the container of `torch.save`, so that stock torch can read it."""
 
 import io
 from typing import Any, Protocol
@@ -110,8 +110,8 @@ class ItemWriter:
     def write_item(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
-        Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
-        within the item. Errors of the planner, or of a tensor's own class, pass through with a note of the entry.
+        The tensor must stay unchanged until the stream is finished. Its data is aligned to 64 bytes in the shard. Errors of
+        the planner, or of a tensor's own class, pass through with a note of the entry.
         """
         try:
             return self._write(stream, item, planner)

@@ -23,7 +23,7 @@ _KINDS_MAX = 4096
 class StoredTensor:
     """A contiguous tensor in the container of `torch.save`: `head`, then its data in row-major order, then a tail.
 
-    It is an assumption: only an item that begins with `head` has this layout.
+    The layout is an assumption: only an item that begins with `head` has this layout.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], head: bytes) -> None:

@@ -20,11 +20,11 @@ _NUMBERS_BY_NAME = {  # torch removes these types one by one
     "quint2x4": torch.uint8,
 }
 _NUMBERS = {getattr(torch, name): numbers for name, numbers in _NUMBERS_BY_NAME.items() if hasattr(torch, name)}
-"""torch makes tensors of these types without a scale, and crashes when they are used: here they are seen as numbers."""
+"""torch crashes when it uses tensors of these types that have no scale. Here they are viewed as integers."""
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor on the CPU that consists only of elements. It is to be filled or, with a `stride`, never touched.
+    """A tensor on the CPU with undefined values. The caller fills it; one with a `stride` is never touched.
 
     Under `use_deterministic_algorithms`, torch fills the memory of `torch.empty`, so all of it would be allocated.
     """
