@@ -307,7 +307,7 @@ def dcp_directory(path: Path) -> ItemsSource:
 
 
 class DcpSink:
-    """`.metadata` and shards `__0_0.distcp`, `__0_1.distcp`, ...; a new one begins beyond `shard_bytes_max`."""
+    """Writes `.metadata` and shards `__0_0.distcp`, `__0_1.distcp`, .... Beyond `shard_bytes_max` a new shard begins."""
 
     is_directory = True
 

@@ -195,7 +195,7 @@ class ItemsSource:
 
 
 def _check_path(path: Any, key: str) -> Path:
-    """The path that a planner stored for a key, if it is one; foreign planners may store anything."""
+    """The path that a planner stored for a key. If a foreign planner stored anything else: the key alone."""
     if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str:
         return path
     return (key,)

@@ -315,7 +315,7 @@ class SafetensorsFiles:
 
 
 def safetensors_files(path: Path) -> SafetensorsFiles:
-    """The tensors of a file, or of a directory: those of its index, or without one, those of all `.safetensors` files.
+    """The tensors of a file, or of a directory: of the files in its index, or of all `.safetensors` files without an index.
 
     Raises:
         ConfigInvalid: there is no such file, there are several indexes, or a file or tensor of the index is missing.
@@ -370,7 +370,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 class SafetensorsSink:
-    """`model.safetensors`, or, if that is more than `shard_bytes_max`, `model-00001-of-0000N.safetensors` and an index.
+    """Writes `model.safetensors`. Beyond `shard_bytes_max`, writes `model-00001-of-0000N.safetensors` and an index.
 
     Raises:
         ConfigInvalid: a tensor is of a type that the format does not have.
@@ -430,7 +430,7 @@ class SafetensorsSink:
 
 
 def _group_by_file(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:
-    """The tensors of each file, in the order of the state dict; one that is larger than allowed has a file of its own."""
+    """The tensors of each file, in the order of the state dict. A tensor above `bytes_max` has a file of its own."""
     groups: list[list[TensorEntry]] = [[]]
     size_bytes = 0
     for entry in entries:

@@ -271,7 +271,7 @@ _SMALL_BYTES_MAX = zipfile.ZIP64_LIMIT // 2
 
 
 class TorchSink:
-    """`archive/data.pkl` and one record for each tensor, as `torch.save` writes them: stored, aligned to 64 bytes."""
+    """Writes `archive/data.pkl` and one record for each tensor, as `torch.save` does: uncompressed, aligned to 64 bytes."""
 
     is_directory = False
 
@@ -355,7 +355,7 @@ def _write_tensors(
     archive: "_Archive", source: Source, entries: Sequence[TensorEntry], keys: Mapping[str, str], progress: CountBytes
 ) -> None:
     pieces = stream_tensors(source, [entry for entry in entries if entry.size_bytes])
-    # Empty tensors have records, too, but no piece comes for them.
+    # Empty tensors have records, too, but `stream_tensors` has no pieces of them.
     for entry in (entry for entry in entries if not entry.size_bytes):
         archive.add(f"data/{keys[entry.key]}", b"")
     for entry in (entry for entry in entries if entry.size_bytes):
@@ -370,7 +370,7 @@ def _write_tensors(
 
 
 class _Archive:
-    """A zip file written in one pass; sizes and CRCs follow the bytes that they describe."""
+    """A zip file written in one pass. Sizes and CRCs follow the bytes that they describe."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -390,7 +390,7 @@ class _Archive:
             record.write(data)
 
     def opened(self, name: str, size_bytes: int) -> Any:
-        """A record to write to; its bytes begin at a multiple of 64 in the file, so that they can be mapped."""
+        """A record to write to. Its bytes begin at a multiple of 64 in the file, so that they can be mapped."""
         # Decided in advance: zipfile cannot go back to enlarge a header.
         is_large = size_bytes > _SMALL_BYTES_MAX
         entry = zipfile.ZipInfo(f"archive/{name}")

@@ -103,7 +103,7 @@ def describe_lineages(lineages: Sequence[LineageFound]) -> str:
 
 
 WARN_AT = 3
-"""From this many restores of one checkpoint without a later save on, rank 0 warns."""
+"""Rank 0 warns if a checkpoint was restored at least this many times without a later save."""
 _SHOWN_MAX = 3
 _REJECT = "To have every load skip it: `manager.reject(STEP)`, or `replicated-ckpt reject {} --root ROOT`."
 

@@ -45,7 +45,7 @@ class Listed:
 
 class _Lister(Surveyor):
     def name(self, checkpoint_id: str) -> tuple[Mapping[str, Manifest | None], str]:
-        """The saves under one id, readable or not, of the lineage that a load of this id would choose; and that lineage."""
+        """All saves under one id, readable or not, in the lineage that a load would choose. And that lineage."""
         choice = choose_lineage(checkpoint_id, saves_found(self._look(checkpoint_id)), self._lineage)
         lineage = choice.saves[0].version.lineage if choice.saves else ""
         return {save.save_id: self._read_manifest(save) for save in choice.saves}, lineage
@@ -94,7 +94,7 @@ def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, linea
 def name_saves(
     checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
 ) -> tuple[Mapping[str, Manifest | None], str]:
-    """All saves under one id in the lineage of the newest, even if incomplete or replaced; and that lineage.
+    """All saves under one id in the lineage of the newest, even if incomplete or replaced. And that lineage.
 
     Each save has its manifest, or None if no place has one that passes its checks.
 
@@ -120,7 +120,7 @@ def look_up(
     opened_bucket: Callable[[], Bucket | None],
     lineage: str = NEWEST_LINEAGE,
 ) -> SaveFound | None:
-    """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
+    """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None if there is none.
 
     An incomplete checkpoint counts as found. Otherwise a job that finds none would treat a loss as a first start, and
     begin anew.

@@ -259,7 +259,7 @@ def _coordinate(
     """Decides for all ranks. Returns an error from outside this package, if one ended it; the other ranks get
     RankFailed.
     """
-    # By size too: after a restart with fewer ranks the group may have the same name.
+    # The size is in the key because a group may have the same name after a restart with fewer ranks.
     key = (world.group_name, world.size)
     stale = _consumed.get(key, [None] * world.size)
     posts: list[dict[str, Any] | None] = []

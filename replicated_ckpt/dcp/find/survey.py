@@ -330,7 +330,7 @@ class Surveyor:
         return replace(survey, guard=describe_rejected(save)) if self._marks.is_rejected(save.save_id) else survey
 
     def _survey_incomplete(self, checkpoint_id: str, passed: Sequence[SkippedSave]) -> Survey:
-        """The survey of a save that is not whole, because none is; if possible, one with any shard. Raises as `survey`."""
+        """The survey of an incomplete save, because no save is whole. Prefers one with any shard. Raises as `survey`."""
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         # The most precise reason first: a newer format, then a damaged manifest, then nothing at all.
         if not lost:

@@ -60,7 +60,7 @@ def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]
     order: list[tuple[int, int]] = []
     for rank, (error, _) in failures.items():
         kind = type(error).__name__
-        # A few of each class: a thousand ranks that fail alike must not hide the one that fails otherwise.
+        # A few of each class: a thousand ranks that fail alike must not hide one rank that fails differently.
         order.append((seen[kind], rank))
         seen[kind] += 1
     chosen = {rank for _, rank in sorted(order)[:FAILURES_MAX]}

@@ -20,7 +20,7 @@ class ItemReader:
     """Passes verified items to a planner. One thread.
 
     `trust_pickles`: passes objects as they are in the shard, and unpickles tensors of any class. Otherwise it passes
-    objects as this process has pickled them anew.
+    objects that this process has loaded safely and pickled again.
     """
 
     def __init__(self, *, trust_pickles: bool) -> None:

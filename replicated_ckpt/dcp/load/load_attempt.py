@@ -187,8 +187,8 @@ class LoadAttempt:
         keep_report: Callable[[LoadReport], None],
         max_tries: int | None = None,
     ) -> None:
-        """`keep_report` is called with this rank's report once it has read, and at the coordinator again with those of
-        all ranks.
+        """`keep_report` is called with this rank's report after the read, and again once all ranks have read. At the
+        coordinator the second one has the reports of all ranks.
 
         `max_tries`: "latest" skips a checkpoint that was restored this many times without a later save.
         """

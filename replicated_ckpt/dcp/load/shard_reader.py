@@ -1,4 +1,4 @@
-"""Reading shards for one rank: each range from the best source; if that is damaged or silent, from the next one."""
+"""Reads shards for one rank: each range from the best source, or the next if that one is damaged or silent."""
 
 import copy
 import logging
@@ -47,7 +47,7 @@ OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
 
 @dataclass
 class Traffic:
-    """Bytes read by source, in whole blocks, bad ones included; and the copies that turned out to be bad.
+    """Bytes read by source, in whole blocks, including bad blocks. `bad_copies`: the copies that failed, with their errors.
 
     `bytes_shared`: bytes that another rank of this node had fetched. `seconds_by_node`: the time of reading from
     each node, summed over all threads.
@@ -114,7 +114,7 @@ class Findings:
             return tuple(self._failed.get(shard, {}).values())
 
     def suspects(self) -> list[tuple[str, str]]:
-        """The nodes and shards that turned out to be bad; each is returned once."""
+        """The (node, shard) pairs of bad copies that were found since the last call."""
         with self._lock:
             found = sorted(self._suspects)
             self._suspects.clear()
@@ -237,7 +237,7 @@ class ShardReader:
         return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
 
     def _unchecked_items(self, shard: str, node: str) -> UncheckedItems:
-        """One object for all siblings, so that an item is checked only once."""
+        """The items of this copy that were not checked yet. All siblings share them, so each item is checked once."""
         key = shard, node
         if key not in self._unchecked:
             # setdefault: siblings run in threads of their own.

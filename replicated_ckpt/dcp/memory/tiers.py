@@ -24,7 +24,7 @@ from replicated_ckpt.wording import is_shortage
 log = logging.getLogger(__name__)
 
 GENERATIONS = 2
-"""Checkpoints that the memory tier keeps; the one being written comes on top."""
+"""How many checkpoints the memory tier keeps, in addition to the one being written."""
 _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_retention", "retention")
 
 
@@ -42,7 +42,7 @@ def is_of_tier(error: CheckpointException) -> bool:
 
 
 def is_older(version: Version, others: list[Version]) -> bool:
-    """Whether one of the others is newer; compared by the clock if it is of another lineage."""
+    """Whether one of the others is newer: by sequence in the same lineage, otherwise by the clock."""
     return any(
         other.sequence > version.sequence
         if other.lineage == version.lineage

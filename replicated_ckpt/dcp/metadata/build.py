@@ -95,7 +95,7 @@ _KNOWN: dict[Key, Any] = {
     },
     (_FILESYSTEM, "_StorageInfo"): StorageInfo,
     (_FILESYSTEM, "_StoragePrefix"): StoragePrefix,
-    # Older versions of torch had other classes, of the same fields; their checkpoints still name them.
+    # Checkpoints of older torch versions name other classes with the same fields.
     (_OLD, "TensorProperties"): OldTensorProperties,
     (_OLD, "MEM_FORMAT_ENCODING"): OldMemoryFormat,
     ("torch", "Size"): torch.Size,
@@ -261,7 +261,7 @@ class _Builder(Values):
     def _make(
         self, node: Made, kind: type[Instance], fields: Mapping[str, Any], attributes: dict[str, Any]
     ) -> Instance:
-        """The instance of a node, with these attributes and any further ones of a newer torch."""
+        """The instance of a node, with these attributes and any that a newer torch has added."""
         if len(fields) > len(attributes):
             others = {name: self._anything(value) for name, value in fields.items() if name not in attributes}
             attributes = others | attributes

@@ -50,7 +50,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class ColumnsInvalid(ValueError):
-    """These bytes are not the columns of that pickle. Nothing is lost: the pickle has the same contents."""
+    """The bytes are not the columns of this pickle. Nothing is lost, because the pickle has the same contents."""
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):

@@ -126,7 +126,7 @@ def tell_metadata(
 
     The coordinator passes a `reference` if every node has the metadata. The reference is then sent in place of the
     metadata, unless the metadata has a class of a foreign planner, which other ranks may be unable to read. A caller
-    may change the result: it shares no item's place with the coordinator's cache for the next save.
+    may change the result: the coordinator's cache for the next save has places of its own.
     """
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)

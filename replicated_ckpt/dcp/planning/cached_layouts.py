@@ -23,7 +23,7 @@ _FIELDS: Mapping[type, int] = {
 
 
 class ShardResults(list[WriteResult]):
-    """DCP's results for one rank's shard. Their pickle is only a digest if the coordinator has them from save `same_as`."""
+    """DCP's results for one rank's shard. If the coordinator has them from save `same_as`, they are sent as a digest."""
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
@@ -59,7 +59,7 @@ def holds_paths_only(planner_data: Any) -> bool:
 
 
 class PlannerData:
-    """A planner's own data at one time. A foreign planner's `==` may return anything, so pickles are compared."""
+    """A copy of a planner's own data. A foreign planner's `==` may return anything, so pickles are compared."""
 
     def __init__(self, data: Any) -> None:
         is_paths = holds_paths_only(data)
@@ -71,7 +71,7 @@ class PlannerData:
             return pickle.dumps(data) == self._pickle
         if type(data) is not dict or list(data) != list(self._paths):
             return False
-        # The same objects: comparing a million paths one by one would cost more than the cache saves.
+        # The same objects need no comparison: that of a million paths would cost more than the cache saves.
         if all(map(operator.is_, data.values(), self._paths.values())):
             return True
         return pickle.dumps(data) == pickle.dumps(self._paths)
@@ -143,7 +143,7 @@ _by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDi
 
 
 def _find_results(save_id: str, digest: str) -> list[WriteResult]:
-    """The results that a rank refers to; at the coordinator, which has named the save in its decision."""
+    """Coordinator: the results that a rank refers to, of the save that the decision named."""
     kept = _by_save.get(save_id)
     # The coordinator was replaced, or its cache dropped: `find_layout` then raises for all ranks together.
     if kept is None or digest not in kept.results_by_digest:
@@ -173,7 +173,7 @@ class CachedLayouts:
         """This rank's results of a save, in the form that is sent to the coordinator. `known`: the save in its cache."""
         digest = _digest_of(results)
         is_same = self._digest_by_save.get(known) == digest
-        # Two saves at most: this one may still fail, and the coordinator then refers to the one before.
+        # Keeps two saves: if this one fails, the coordinator refers to the previous one.
         self._digest_by_save = {
             one: kept for one, kept in (*self._digest_by_save.items(), (save_id, digest)) if one in (known, save_id)
         }

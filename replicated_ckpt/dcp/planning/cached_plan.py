@@ -248,7 +248,7 @@ class CachedSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor or object of an item. For a whole plain tensor this skips DCP's checks for other kinds."""
         found = self.state_dict.get(index.fqn)
-        # Thousands of items are such: DCP's look-up would test each for every sharded kind.
+        # There are thousands of such items, and DCP's look-up would test each for every sharded kind.
         if is_plain_tensor(found) and index.offset == (0,) * found.dim():
             return found
         return super().lookup_object(index)
@@ -294,7 +294,7 @@ def _are_same(one: SavePlan, other: SavePlan) -> bool:
 
 def basis_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Basis | None:
     """Everything on which DCP's plan of a flat state dict depends. Equal results give equal plans. None: some value may
-    plan itself.
+    decide its own plan.
     """
     values = tuple(_basis_of_value(value) for value in state_dict.values())
     return None if None in values else ((is_coordinator, torch.is_grad_enabled()), tuple(state_dict), values)
@@ -311,7 +311,7 @@ def _basis_of_value(value: object) -> tuple[Any, ...] | None:
         return _basis_of_tensor(value)
     if isinstance(value, DTensor) and kind is DTensor:
         part = local_part(value)
-        # A part of a class of its own may plan otherwise each time.
+        # A part of another class may give another plan each time.
         if not is_plain_tensor(part):
             return None
         layout = _basis_of_mesh(value), value.shape, value.stride(), value.requires_grad

@@ -1,4 +1,4 @@
-"""A load asks for the optimizer state that the checkpoint has, even if this process's optimizer has more or less."""
+"""Makes a load ask for the optimizer state that the checkpoint has, where this process's optimizer has other state."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -65,7 +65,7 @@ class OptimizerMatch:
     def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, STORAGE_TYPES]) -> None:
         self._saved = saved
         self.lacking: dict[Path, set[Any]] = {}
-        """By the path of a group's list of parameters, those that have no state in the checkpoint."""
+        """The parameters without state in the checkpoint, by the path of their group's list of parameters."""
         for path, optimizer in _find_optimizers(state_dict, ()):
             self._match_optimizer(path, optimizer)
 

@@ -24,7 +24,7 @@ from replicated_ckpt.wording import one_line
 
 
 class SavedElsewhere(tuple[int, ...]):
-    """Takes the place of a rank's own item that was not saved. It has the world sizes for which such items were saved."""
+    """Stands for a rank's own item that was not saved. Its elements are the world sizes for which such items were saved."""
 
     __slots__ = ()
 

@@ -150,7 +150,7 @@ class ReplayedLoader(Stateful):
         return self._begin()
 
     def _resume(self) -> Iterator[Any]:
-        """The iterator of a loader with its own state; it draws its random numbers when it is made."""
+        """The iterator of a loader with its own state. The loader draws random numbers when it makes the iterator."""
         return iter(self.loader)
 
     def _replay(self) -> Iterator[Any]:
@@ -176,7 +176,7 @@ class ReplayedLoader(Stateful):
             )
 
     def _loader_and_samplers(self) -> list[Any]:
-        """The loader and its samplers, however they wrap each other; each once."""
+        """The loader and its samplers, each once, however they wrap each other."""
         found: dict[int, Any] = {}
         holders: list[Any] = [self.loader]
         while holders:
@@ -195,7 +195,7 @@ class ReplayedLoader(Stateful):
         ]
 
     def _has_workers(self) -> bool:
-        """Whether workers that outlive an epoch were started; they get their seed once, from the process's generator."""
+        """Whether workers that outlive an epoch were started. They draw their seed once, from the process's generator."""
         return self._is_begun and bool(getattr(self.loader, "persistent_workers", False))
 
     def _return_to(self, state: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def data_range(raw: memoryview) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The tensor that one kind of container describes, apart from its bytes."""
+    """The layout of the tensor in one kind of container."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class TensorReader:
         self._layout_by_head: dict[bytes, _Layout] = {}
 
     def read_tensor(self, raw: memoryview) -> torch.Tensor:
-        """The tensor in a container; it may share memory with `raw` and is valid only as long as that keeps its bytes.
+        """The tensor in a container. It may share memory with `raw`, and is valid only while `raw` stays unchanged.
 
         Raises:
             ValueError, RuntimeError: it is not a container of a tensor.
@@ -98,7 +98,7 @@ class TensorReader:
         return known
 
     def _learn(self, raw: memoryview, start: int, size: int) -> torch.Tensor:
-        """Reads the pickle of a tensor, and caches the layout if it is a simple one."""
+        """Reads the pickle of a tensor. Caches the layout of a plain tensor."""
         records = find_records(within(raw), len(raw))
         outline = tensor_of(tree := follow(pickle_in(within(raw), records)))
         # Not a plain tensor, or its storage is another record than `data/0`: made like any object.
@@ -118,14 +118,14 @@ def other_tensor(value: object) -> torch.Tensor:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether each byte of a strided tensor's storage is exactly one of its elements' bytes, in any order of dimensions."""
+    """Whether a strided tensor uses each byte of its storage exactly once, in any order of dimensions."""
     if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
     return is_dense(tensor.shape, tensor.stride())
 
 
 def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether elements with these strides fill one range of memory, each byte of it once, in any order of dimensions."""
+    """Whether elements with these strides use each byte of one range of memory once, in any order of dimensions."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1:

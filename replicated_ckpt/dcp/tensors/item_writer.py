@@ -81,7 +81,7 @@ class TensorWriter:
 
 
 def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it is a view: otherwise the whole storage would be written."""
+    """The tensor, or a copy of a view, because `torch.save` would write the whole storage of the view."""
     is_view = tensor.layout is torch.strided and not fills_storage(tensor)
     return tensor.clone() if is_view else tensor
 

@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.tensors.tensor_memory import PinnedCopies, copy_into, m
 from replicated_ckpt.stores.files.direct import address_of
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
-"""The most that a container has around its data; a larger one was not written by `torch.save` for one tensor."""
+"""The most bytes that `torch.save` writes around the data of one tensor. A container with more has another layout."""
 _KINDS_MAX = 4096
 
 
@@ -36,7 +36,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension; of a tensor without dimensions, all."""
+        """Bytes of one index of the first dimension. For a tensor without dimensions, all bytes."""
         return self.data_bytes // self.shape[0] if self.shape else self.data_bytes
 
     def rows(self, item: ReadItem) -> ByteRange:
@@ -193,7 +193,7 @@ class Rows:
 
 
 def destination_for(target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> tuple[Destination, ByteRange]:
-    """The best way into `target` for the part that `item` names, and the bytes of the stored data that it takes."""
+    """The Destination for `target` that copies least, and the range of the stored data that `item` needs."""
     rows = stored.rows(item)
     is_alike = target.dtype == stored.dtype and tuple(item.lengths[1:]) == stored.shape[1:]
     if is_alike and is_plain(target) and target.is_contiguous():

@@ -42,7 +42,7 @@ def tensor_over(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable; they live as long as the view does."""
+    """The writable bytes of a contiguous CPU tensor. The view keeps the memory alive."""
     # The address alone would read beyond a view's elements, or in another order.
     assert tensor.is_contiguous(), "only what lies in one piece and in order can be seen as bytes"
     size_bytes = tensor.numel() * tensor.itemsize
@@ -83,7 +83,7 @@ _side_streams: dict[torch.device, "torch.cuda.Stream"] = {}
 def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
     """The bytes of a dense tensor on any device as they lie in memory, in pieces on the host.
 
-    While one piece is used the next is being copied; each is valid until the next one is asked for. At most two of them
+    While the caller uses one piece, the next is copied. A piece is valid until the next one is asked for, and at most two
     are on the host. Earlier work of the current stream on the tensor is done first.
     """
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -103,7 +103,8 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
 class DeviceCopies:
     """Copies tensors to the host. The constructor copies CPU tensors, and begins the copies of GPU tensors.
 
-    A GPU begins once its current stream has done its earlier work. The sources are kept until `wait_for_copies`.
+    Copies from a GPU begin after the work that is queued on its current stream. The sources are kept until
+    `wait_for_copies`.
     """
 
     def __init__(self, targets_and_sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
