@@ -257,7 +257,7 @@ class DirectoryFetcher:
             raise StoreError(str(self._directory), "read", want.shard, f"it ends before {end}", _HINT_SHORT)
         return raw
 
-    # Before anything is written: a conversion may run for an hour until it meets the short file.
+    # Called before anything is written: a conversion might meet the short file only after an hour.
     def check(self, places: Iterable[tuple[str, int, int]]) -> None:
         ends: dict[str, int] = {}
         for shard, offset, length in places:

@@ -99,7 +99,7 @@ def _place(
 ) -> Output:
     may_replace = sink.may_replace if overwrite else None
     text = os.fspath(to)
-    # The system calls refuse it with a ValueError that names no path.
+    # System calls refuse NUL with a ValueError that names no path.
     if "\0" in text:
         raise ConfigInvalid(f"{text!r} is not a valid path: it contains NUL.")
     if "://" in text:

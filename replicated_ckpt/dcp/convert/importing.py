@@ -74,7 +74,7 @@ def import_checkpoint(
         )
         _save(writer, checkpoint_id, planner)
     reporter.verifying()
-    # Read back before it is reported: the source may be deleted afterwards.
+    # Read back before the import is reported: the user may then delete the source.
     _read_back(range_reader(root), checkpoint_id)
     writer.wait()
     return Converted.of(contents, checkpoint_id, str(root), time.monotonic() - started_at, ())
@@ -107,7 +107,7 @@ def _check_room(root: Path, size_bytes: int) -> None:
 def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:
     try:
         dcp.save({}, checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as exc:  # DCP wraps the error of this one process, an interrupt too
+    except CheckpointException as exc:  # DCP wraps each error of this process, even an interrupt
         ((error, _),) = exc.failures.values()
         raise error from exc
 

@@ -383,7 +383,7 @@ class _Archive:
         if kind is None:
             self._zip.close()
         else:
-            self._zip.fp = None  # otherwise, when it is collected, it writes a directory as if the file were whole
+            self._zip.fp = None  # otherwise garbage collection writes the directory, as if the file were whole
 
     def add(self, name: str, data: bytes | memoryview) -> None:
         with self.opened(name, len(data)) as record:

@@ -58,7 +58,7 @@ def survey_and_keep(
         else:
             without, late = tell_load([*survey.addresses, *own], survey, world)
             survey = replace(survey, silent=tuple(sorted(late)))
-            # Only nodes that listed the save count: the others of the load never had it.
+            # Only nodes that listed the save count: the load's other nodes never had it.
             gone = surveyor.moved | {(node, survey.found.save_id) for node in without} & surveyor.listed
             if number == SURVEYS_MAX or gone <= known:
                 break

@@ -58,7 +58,7 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
     """Raises for a checkpoint that is whole, that stock torch wrote, or that may lie in a bucket."""
     if survey.is_whole or survey.unmanaged_warning:
         raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}.")
-    # The bucket was not asked, and its upload may have ended: it may be whole there.
+    # The bucket was not asked: if the upload has ended, the checkpoint is whole there.
     upload = survey.manifest.upload
     if upload is not None:
         raise CheckpointExists(

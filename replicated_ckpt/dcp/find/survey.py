@@ -122,33 +122,34 @@ SURVEY_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Survey:
-    """The save to load, and where it lies. Every rank of a load uses the same survey.
-
-    `addresses` are the peers that answered. `searched` names each place that was searched. `in_bucket` is None if the save
-    is not in the bucket. `unmanaged_warning` is set if stock torch wrote the save on the nodes' disks: then the manifest
-    has no checksums. `skipped` is the warning that a newer save is not whole, or that silent nodes may have one. `lineages`
-    are the lineages in the directory of the save's id, with the chosen lineage first. `sequence_max` is the largest
-    sequence of the chosen lineage. `load_id` is the same on all ranks that load together, and differs between loads.
-    `silent` are nodes that answered at first, and then timed out. `newest_full`: if the save has lost its optimizer, the
-    newest checkpoint of its run that was seen with one. `restores`: how often the save was restored since the run's newest
-    save, including this load; 0 if this load is not counted. `guard`: the warning about such restores, and about
-    rejected checkpoints.
-    """
+    """The save to load, and where it lies. Every rank of a load uses the same survey."""
 
     manifest_raw: str
     holdings: tuple[Holding, ...]
     addresses: tuple[AgentAddress, ...]
+    """The peers that answered."""
     searched: tuple[str, ...]
+    """Each place that was searched."""
     in_bucket: InBucket | None = None
+    """None: the save is not in the bucket."""
     unmanaged_warning: str = ""
+    """The warning if stock torch wrote the save on the nodes' disks: the manifest then has no checksums."""
     lineages: tuple[LineageFound, ...] = ()
+    """The lineages in the directory of the save's id, the chosen one first."""
     sequence_max: int = 0
+    """The largest sequence of the chosen lineage."""
     load_id: str = ""
+    """The same on all ranks of one load, and another for each load."""
     silent: tuple[str, ...] = ()
+    """Nodes that answered at first, and then timed out."""
     skipped: str = ""
+    """The warning if a newer save is not whole, or silent nodes may have one."""
     newest_full: str = ""
+    """If the save has lost its optimizer: the newest checkpoint of its run that was found with one."""
     restores: int = 0
+    """How often the save was restored since the run's newest save, including this load. 0: this load is not counted."""
     guard: str = ""
+    """The warning about repeated restores, and about rejected checkpoints."""
 
     @cached_property
     def manifest(self) -> Manifest:

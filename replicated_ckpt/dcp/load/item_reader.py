@@ -40,7 +40,7 @@ class ItemReader:
         """
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
-            # The planner unpickles it without restrictions: only a pickle that this process has made is safe there.
+            # The planner unpickles objects without restrictions: only a pickle that this process has made is safe there.
             given = io.BytesIO(raw) if self._trust_pickles else save_again(raw, name, f"shard {source}")
             planner.load_bytes(item, given)
             return
@@ -57,7 +57,7 @@ class ItemReader:
             shapes = f"it has the shape {tuple(tensor.size())}, but the metadata has {tuple(item.lengths)}"
             raise ObjectCorrupt(source, "load", name, shapes)
         target = target_of(item, planner)
-        copy_into(target, tensor)  # not into a detached view: a sparse or quantized target would not see it
+        copy_into(target, tensor)  # not into a detached view: a sparse or quantized target would not change
         planner.commit_tensor(item, target.detach())
 
     def _tensor(self, raw: memoryview) -> torch.Tensor:

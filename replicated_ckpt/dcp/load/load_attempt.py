@@ -243,7 +243,7 @@ class LoadAttempt:
 
     def _keep_here(self, save: SaveFound) -> None:
         """Locks the save's files here against removal by any process: not only the agent removes files."""
-        # None: nothing of it lies here, or it was removed a moment ago; then the bytes come from a peer.
+        # None: the save has no files here, or they were removed a moment ago. The bytes then come from a peer.
         version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
         if version is not None:
             self._let_go()
@@ -407,7 +407,7 @@ class LoadAttempt:
             stack.callback(self._parts.bucket.close)
             cache = self._take_cache(stack)
             stack.callback(self.let_go)
-            # Again, after `meet`: a save that was published here in between is locked, too.
+            # Again: a save that was published here after `meet` must be locked, too.
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)

@@ -135,7 +135,7 @@ def _read_peers(
             problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
         except ReplicatedCkptError as exc:
             problems.append(describe_answer(address.label, exc))
-            # The rest of the load must not pay its time-out again.
+            # The rest of the load must not wait for this node's time-out again.
             if is_time_out(exc):
                 silent.add(address.node_id)
 
@@ -147,7 +147,7 @@ def _read_bucket(bucket: Bucket, there: InBucket, save: SaveFound, problems: lis
         yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
     except ReplicatedCkptError as exc:
         problems.append(describe_answer(OBJECT_NODE, exc))
-        # A newer save may have replaced it in the bucket since the search: the error then names that save.
+        # A newer save may have replaced this one in the bucket since the search: the error then names the newer save.
         if isinstance(exc, ObjectMissing | ObjectCorrupt):
             problems += describe_move(bucket, save.checkpoint_id, save.save_id)
 

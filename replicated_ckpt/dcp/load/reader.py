@@ -194,7 +194,7 @@ class ReplicatedReader(StorageReader):
         """
         given_id = self._given_id if checkpoint_id is None else checkpoint_id
         self._given_id = given_id
-        # The load before may have failed in the middle: its lock would keep that checkpoint for ever.
+        # The previous load may have failed in the middle: its lock would keep that checkpoint for ever.
         self.let_go()
         self._attempt = self._begin(given_id)
         # Outside of a DCP call no other rank takes part: `reset` by hand only sets the id.
@@ -259,7 +259,7 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: names the shards without a copy. ManifestInvalid: metadata and manifest contradict each other.
         """
-        # A subclass may read the items in its own hooks: then they must travel with the plan.
+        # A subclass may read the items in its own hooks: then they must be sent with the plan.
         with self._under_way.reporting_failure():
             return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
 
@@ -296,6 +296,6 @@ class ReplicatedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: a reader cannot be guessed from an id alone; DCP asks this only when no reader was passed."""
+        """False, so that DCP never chooses this reader by an id alone. DCP asks only if it was passed no reader."""
         del checkpoint_id
         return False

@@ -201,7 +201,7 @@ class ShardReader:
         entry = self._manifest.shards[shard]
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [Source(node, expected, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
-        # The oldest first: shards are read in one order, so it is not needed again.
+        # The oldest first: shards are read in one order, so the oldest is not needed again.
         while len(self._open) >= OPEN_SHARDS_MAX:
             self._open.pop(next(iter(self._open))).close()
         self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent, self._rebuilt)

@@ -54,7 +54,7 @@ def reduction_for_all(metadata: Metadata) -> Callable[[TensorProperties], Any]:
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             key = id(entry.properties)
-            # Several tensors may share one object: it is cut only if that loses nothing for any of them.
+            # Several tensors may share one object, so fields are cut only if no tensor loses any.
             can_cut[key] = can_cut.get(key, True) and _has_only_common(entry)
 
     def reduce(properties: TensorProperties) -> Any:
@@ -183,7 +183,7 @@ class _Builder(Values):
         return found
 
     def make(self, node: Made) -> Any:
-        # Filled from a list, these hash its elements before any other check.
+        # These classes hash the elements of a list before any other check.
         if self.find(key_of(node.called)) in _FILLED_AT_ONCE:
             for items in node.arguments:
                 self.check_keys(items if type(items) is list else ())

@@ -132,7 +132,7 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def _all(self) -> dict[MetadataIndex, StorageInfo]:
         """A dictionary of all places."""
-        # An earlier call made it.
+        # An earlier call made the dictionary.
         if not self._offsets:
             return self._others
         made: dict[MetadataIndex, StorageInfo] = {}
@@ -214,7 +214,7 @@ def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | Non
                 np.array(list(_flatten(one.offsets for ones in chunks for one in ones)), np.int64),
                 np.array(list(_flatten(one.sizes for ones in chunks for one in ones)), np.int64),
             ]
-        # A planner's number beyond int64: the pickle can hold it.
+        # A planner may use a number beyond int64, which only the pickle can hold.
         except OverflowError:
             return None
         pickled, paths = encode_metadata(rest), json.dumps(list(there.number_by_path)).encode()

@@ -130,7 +130,7 @@ class Values:
 
     def _keys(self, nodes: Sequence[Any]) -> list[Any]:
         keys = [self.of(node) for node in nodes]
-        # Hashed here: a dictionary would raise in the middle, as an error of this program.
+        # Hashed here: otherwise the dictionary would raise the TypeError, like an error of this program.
         try:
             for key in keys:
                 hash(key)

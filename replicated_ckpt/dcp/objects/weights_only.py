@@ -298,7 +298,7 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
 
 
 def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
-    """As `warn_if_unloadable`, for a tensor of a class of its own, which its pickle names."""
+    """As `warn_if_unloadable`, for a tensor of another class than torch's, which its pickle names."""
     key = (kind.__module__, kind.__qualname__)
     with _lock:
         if key in _seen:

@@ -43,7 +43,7 @@ class ShardResults(list[WriteResult]):
         return copy.deepcopy(list(self), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # A list that a wrapper has changed travels whole: the digest is not its own.
+        # A list that a wrapper has changed is sent whole: the digest does not describe it.
         if self._same_as and self.digest:
             return _find_results, (self._same_as, self._digest)
         return ShardResults, (list(self), self.digest)

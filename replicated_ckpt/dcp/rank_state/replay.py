@@ -39,7 +39,7 @@ class ReplayedLoader(Stateful):
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # none while it is unpickled: a recursion without end
+        if name == "loader":  # not set yet during unpickling: the look-up would recurse without end
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -201,7 +201,7 @@ class ReplayedLoader(Stateful):
     def _return_to(self, state: dict[str, Any]) -> None:
         """Starts workers if they ran when `state` was saved, and sets Fabric's counter. Older versions saved neither."""
         if state.get("has_workers") and not self._has_workers() and not self.has_own_state():
-            # Starting workers draws a seed: the loader's own generators must not move by that.
+            # Starting workers draws a seed, which must not move the loader's own generators.
             own = self._capture_own()
             self.start_workers()
             self._is_begun = True

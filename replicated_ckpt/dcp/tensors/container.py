@@ -81,13 +81,13 @@ class TensorReader:
         """
         start, size = self._data_range(raw)
         layout = self._layout_by_head.get(bytes(raw[:start])) if 0 < start <= TEMPLATE_BYTES_MAX else None
-        # The same head over data of another size: its shape would read beyond the end.
+        # A known head before data of another size: its shape could reach beyond the end.
         if layout is None or layout.size_bytes != size:
             return self._learn(raw, start, size)
         return _view(raw[start : start + size], layout)
 
     def _data_range(self, raw: memoryview) -> tuple[int, int]:
-        # The end of a zip file lists its records: equal ends of equal length mean equal places.
+        # The end of a zip file lists its records, so files of one length with equal ends have equal places.
         key = len(raw).to_bytes(8, "little") + bytes(raw[-640:])
         known = self._data_range_by_tail.get(key)
         if known is None:

@@ -51,7 +51,7 @@ class TensorWriter:
             save_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
             return
         surrounding = self._surrounding_of(tensor)
-        # Gaps between its elements would be written, too: a copy has none.
+        # Gaps between the elements would be written, too. A copy has none.
         if surrounding is None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             surrounding = self._surrounding_of(tensor)

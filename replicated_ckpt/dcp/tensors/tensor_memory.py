@@ -175,7 +175,7 @@ class PinnedRing:
         is_next = target is self._target and position == self._start + self._filled
         if not is_next or min(length_min, BUFFER_BYTES) > BUFFER_BYTES - self._filled:
             self.flush()
-            # The copy from this buffer may still be under way: filled now, it would send the new bytes.
+            # The last copy from this buffer may still run, and would then copy the new bytes.
             self._events[self._next].synchronize()
             self._target, self._start = target, position
         return self._memory[self._next][self._filled :]
@@ -215,7 +215,7 @@ class PinnedCopies:
     def __init__(self, target: torch.Tensor) -> None:
         self._bytes = target.reshape(-1).view(torch.uint8)
         self._ring = _ring_of(target.device)
-        # The target may still be written by earlier work, as by its initialisation.
+        # Earlier work, such as the target's initialisation, may still write to it.
         self._ring.stream.wait_stream(torch.cuda.current_stream(target.device))
         self._position = 0
 
