@@ -179,7 +179,7 @@ def _skip_metadata(raw: bytes, position: int, label: str) -> int:
 
 
 def _offsets(places: str) -> str:
-    """The numbers in torch's list of the tensors' places; only these, as the tensors' names may hold digits, too."""
+    """The offsets in torch's list of the tensors' places, without the tensors' names, which may have digits, too."""
     return " ".join(str(place["saved_offsets"]) for place in dict(json.loads(places)).values())
 
 

@@ -320,7 +320,7 @@ class TorchSink:
         """Loads the file without reading its tensors.
 
         Raises:
-            ObjectCorrupt: it is not the state dict that was to be written.
+            ObjectCorrupt: the file has another state dict than the one to be written.
         """
         state = load_file(path, trust_pickles=self._trust_pickles)
         for entry in contents.tensors:

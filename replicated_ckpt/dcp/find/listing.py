@@ -1,6 +1,4 @@
-"""The list of checkpoints on this node, on the nodes in its address book, and in the bucket, and which of them are
-complete.
-"""
+"""Lists the checkpoints on this node, on the nodes in its address book and in the bucket, and whether each is complete."""
 
 import logging
 from collections import deque

@@ -215,7 +215,7 @@ def _survey_alone(
 ) -> Survey:
     # EmptyStore has no root, and a root that is only read needs no claim.
     if not isinstance(store, EmptyStore) and can_hold_agent(store):
-        store.check_claimable()  # as in a load of several ranks: a later save would be refused
+        store.check_claimable()  # a load of several ranks makes the same check: a later save would be refused
     own, peers, checkpoint_id = store.read_node_id(), _known_peers(store), _resolve_id(store, given_id, world)
     # Another user's agent directory is not trusted: it could name any address.
     agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())

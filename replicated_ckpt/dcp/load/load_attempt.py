@@ -142,7 +142,7 @@ def describe_not_loaded(
 
 
 def count_prefixes(not_loaded: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
-    """Counts the entries that are not loaded by prefix: the shortest prefix under which no entry was asked for."""
+    """Counts the entries that are not loaded, by the shortest prefix under which no entry was asked for."""
     # A prefix of a name that was asked for would blame a part that the load does read.
     met = {prefix for name in asked for prefix in _prefixes(name)}
     return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in not_loaded)

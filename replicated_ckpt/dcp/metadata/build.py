@@ -47,7 +47,7 @@ def known_fields(kind: type) -> int:
 
 
 def reduction_for_all(metadata: Metadata) -> Callable[[TensorProperties], Any]:
-    """How to pickle the properties in `metadata`: without the fields that older versions lack, if these are empty."""
+    """A function that pickles the properties in `metadata`. It omits fields that older versions lack, if they are empty."""
     if known_fields(TensorProperties) == COMMON_FIELDS:
         return _reduce_whole
     can_cut: dict[int, bool] = {}
@@ -190,7 +190,7 @@ class _Builder(Values):
         return super().make(node)
 
     def _spend(self, steps: int) -> None:
-        # A small pickle can expand to a huge value by repeating parts: work is bounded by its size.
+        # A small pickle can expand to a huge value by repeating parts, so its size bounds the work.
         self._steps_left -= steps
         if self._steps_left < 0:
             raise PickleUnsafe("repeats its parts beyond the limit, or has keys that would take too long to hash")

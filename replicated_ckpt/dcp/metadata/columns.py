@@ -287,7 +287,7 @@ def _paths(raw: bytes) -> list[str]:
 def _give_chunks(
     tensors: Mapping[str, TensorStorageMetadata], parts: Sequence[Numbers]
 ) -> dict[str, tuple[torch.Size, ...]]:
-    """Gives the tensors their chunks. Returns the chunks' offsets by name, as own tuples: a planner may change chunks."""
+    """Gives the tensors their chunks. Returns the chunks' offsets by name, as copies: a planner may change chunks."""
     counts, shapes = parts[0].tolist(), parts[1].tolist()
     # The pickle and the columns are two parts of one file: each may claim other numbers.
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:

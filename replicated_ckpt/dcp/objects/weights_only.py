@@ -33,7 +33,7 @@ _CALLED = frozenset(
 
 _REBUILDS = "torch._utils._rebuild_"
 _BLOCKED = ("sys", "os", "posix", "nt")
-"""torch does not let a user add names of these either."""
+"""Modules of which no name is allowed. torch refuses to add their names, too."""
 
 _BYTES, _BYTEARRAY, _ENCODE = ("builtins", "bytes"), ("builtins", "bytearray"), ("_codecs", "encode")
 _SPARSE, _OF_TYPE = ("torch._utils", "_rebuild_sparse_tensor"), ("torch._tensor", "_rebuild_from_type_v2")

@@ -85,7 +85,7 @@ class StoredTensors:
     @staticmethod
     def _sizes(index: MetadataIndex, described: TensorStorageMetadata) -> tuple[int, ...] | None:
         hint = index.index or 0
-        # A hint of another chunk: the plan was made from other metadata, and only a read shows the layout.
+        # If the hint is of another chunk, the plan was made from other metadata: only a read shows the layout.
         if hint < len(described.chunks) and described.chunks[hint].offsets == index.offset:
             return tuple(described.chunks[hint].sizes)
         return None
