@@ -210,7 +210,7 @@ def describe_skipped(
     if absent:
         sentences.append(f"Not reached: {list_some(absent, _SHOWN_MAX)}.")
     sentences.append(
-        "To load the newer one, bring back the nodes with the rest, and load again before the next save. "
+        "To load the newer one, bring back the nodes with the missing files, and load again before the next save. "
         "`replicated-ckpt ls --root ROOT` lists what is missing."
     )
     return " ".join(sentences)

@@ -150,7 +150,7 @@ class Guard:
         name, count = chosen.checkpoint_id, self.count(chosen)
         if self._rejected:
             names = list_some([repr(save.checkpoint_id) for save in self._rejected], _SHOWN_MAX)
-            yield f"{name!r} is loaded, as a user has rejected {names}."
+            yield f"{name!r} is loaded, because a user has rejected {names}."
         if any(save.save_id == chosen.save_id for save in self.tried):
             yield (
                 f"{name!r} is loaded again, although it was restored {plural(count - 1, 'time')} without a later save: "
@@ -159,7 +159,7 @@ class Guard:
         elif self.tried:
             tried = self.tried[0]
             yield (
-                f"{name!r} is loaded, as {tried.checkpoint_id!r} was restored {plural(self.count(tried) - 1, 'time')} "
+                f"{name!r} is loaded, because {tried.checkpoint_id!r} was restored {plural(self.count(tried) - 1, 'time')} "
                 f"without a later save (max_tries={self._max_tries}). {_REJECT.format(tried.checkpoint_id)}"
             )
         elif is_restore and count >= WARN_AT:

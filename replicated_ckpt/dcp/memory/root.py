@@ -193,7 +193,7 @@ class MemoryLimit:
         need = {node: self._generations * size for node, size in bytes_by_node(decision, plans).items()}
         room = {post.node.node_id: post.memory_bytes for post in posts if post.memory_bytes is not None}
         short = [
-            f"node {node} ({self._describe(size)}) may take {describe_bytes(room[node])}"
+            f"node {node} may take {describe_bytes(room[node])}, but needs {self._describe(size)}"
             for node, size in need.items()
             # A node without a figure has its store on a disk, or runs an older release: its write fails if it is full.
             if size > room.get(node, size)

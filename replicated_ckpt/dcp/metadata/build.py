@@ -207,7 +207,7 @@ class _Builder(Values):
         fields = dict(self._attributes(tree, (_DCP, "Metadata")))
         described, places = (fields.pop(name, None) for name in ("state_dict_metadata", "storage_data"))
         if type(described) is not Pairs or type(places) is not Pairs:
-            raise PickleUnsafe("describes no state dict, or no place of its items")
+            raise PickleUnsafe("has no state dict, or no places of its items")
         attributes: dict[str, Any] = {}
         for name, node in fields.items():
             # A newer torch may add fields with classes that this one cannot name.

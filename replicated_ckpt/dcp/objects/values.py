@@ -86,7 +86,7 @@ class Values:
         except Exception as exc:
             problem = f"{type(exc).__name__}: {exc}"[:_NAMES_CHARACTERS]
             raise PickleUnsafe(
-                f"has something that {node.called.path[:_NAMES_CHARACTERS]} does not take ({problem})"
+                f"calls {node.called.path[:_NAMES_CHARACTERS]} with values that it refuses ({problem})"
             ) from exc
 
     def of_call(self, node: Made) -> Any:

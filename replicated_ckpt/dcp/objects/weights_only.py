@@ -185,7 +185,7 @@ def _check_call(node: Made, key: Key) -> None:
     if path not in _CALLED and not path.startswith(_REBUILDS):
         raise PickleUnsafe(f"calls {path}, which no object needs")
     if node.state is not None and key not in _HAVE_STATE:
-        raise PickleUnsafe(f"gives a state to a {path}, which no object needs")
+        raise PickleUnsafe(f"sets the state of a {path}, which no object needs")
     if key == _OF_TYPE:
         rebuild = node.arguments[0] if node.arguments else None
         if type(rebuild) is not Named or not rebuild.path.startswith(_REBUILDS):
