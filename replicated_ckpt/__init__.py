@@ -46,15 +46,14 @@ from replicated_ckpt.version import __version__
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
     from replicated_ckpt.core.key_rules import KeyRules
-    from replicated_ckpt.dcp.convert.entries.source import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
+    from replicated_ckpt.dcp.convert.source import Converted
     from replicated_ckpt.dcp.load.load_report import LoadReport
     from replicated_ckpt.dcp.load.reader import ReplicatedReader
     from replicated_ckpt.dcp.manager import CheckpointManager
-    from replicated_ckpt.dcp.memory.limit import MemoryTierShort
-    from replicated_ckpt.dcp.planning.cached_plan import PlansUnknown
-    from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+    from replicated_ckpt.dcp.memory.root import MemoryTierShort
+    from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner, PlansUnknown
     from replicated_ckpt.dcp.rank_state.rank_state import RankState, RankStatePlanner, WorldSizeChanged
     from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
     from replicated_ckpt.dcp.save.save_report import SaveReport
@@ -115,12 +114,12 @@ __all__ = [
 ]
 
 _HOME_BY_NAME = {
-    "CachedSavePlanner": "replicated_ckpt.dcp.planning.cached_planner",
+    "CachedSavePlanner": "replicated_ckpt.dcp.planning.cached_plan",
     "CheckpointManager": "replicated_ckpt.dcp.manager",
-    "Converted": "replicated_ckpt.dcp.convert.entries.source",
+    "Converted": "replicated_ckpt.dcp.convert.source",
     "KeyRules": "replicated_ckpt.core.key_rules",
     "LoadReport": "replicated_ckpt.dcp.load.load_report",
-    "MemoryTierShort": "replicated_ckpt.dcp.memory.limit",
+    "MemoryTierShort": "replicated_ckpt.dcp.memory.root",
     "PlansUnknown": "replicated_ckpt.dcp.planning.cached_plan",
     "RankState": "replicated_ckpt.dcp.rank_state.rank_state",
     "RankStatePlanner": "replicated_ckpt.dcp.rank_state.rank_state",

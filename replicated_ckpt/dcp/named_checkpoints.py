@@ -23,7 +23,7 @@ from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints, name_save
 from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.memory.tiers import join_left_tier
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.rank_state import RankStatePlanner
 from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.save_report import SaveReport

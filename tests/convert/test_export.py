@@ -16,8 +16,8 @@ from replicated_ckpt import Converted, KeyRules, ReplicatedWriter, export_checkp
 from replicated_ckpt.cli.convert.conversion import Printer, describe
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
-from replicated_ckpt.dcp.convert.entries import source
-from replicated_ckpt.dcp.convert.entries.source import Progress
+from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.dcp.convert.source import Progress
 from replicated_ckpt.errors import (
     CheckpointNotFound,
     ConfigInvalid,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import export_checkpoint
-from replicated_ckpt.dcp.convert.entries import items_source
+from replicated_ckpt.dcp.convert import items_source
 from replicated_ckpt.errors import ReplicatedCkptWarning, ShardLost
 from tests.damage import flip
 

@@ -24,8 +24,8 @@ from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, impor
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.dcp.convert.entries import source
-from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
+from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.dcp.convert.dcp_format import SourcePlanner
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,

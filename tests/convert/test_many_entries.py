@@ -8,8 +8,8 @@ import torch
 
 from replicated_ckpt import ReplicatedReader, export_checkpoint, import_checkpoint
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.dcp.convert.entries import source
-from replicated_ckpt.dcp.convert.entries.source import Progress
+from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.dcp.convert.source import Progress
 from tests.convert.states import assert_equal, checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

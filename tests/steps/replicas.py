@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from replicated_ckpt import RankState, ReplicatedWriter, Retention
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
 from replicated_ckpt.node.saves import shard_copies
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.steps.context import Context

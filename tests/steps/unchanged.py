@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
 from tests.steps.context import Context
 
 FROZEN = 2 << 20

@@ -23,7 +23,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/cli/main.py": 1,  # top of the process
     "replicated_ckpt/dcp/find/bucket_look.py": 1,  # top of a thread; whoever looks gets the error
     "replicated_ckpt/dcp/save/submission.py": 3,  # two are raised as errors that abort nothing; one is the top of a thread
-    "replicated_ckpt/dcp/load/fetch_ahead.py": 1,  # top of a thread; whoever takes the window gets the error
+    "replicated_ckpt/dcp/load/loading.py": 1,  # top of a thread; whoever takes the window gets the error
     "replicated_ckpt/dcp/find/rendezvous.py": 3,  # told to the ranks that wait for this one; then it is raised
     "replicated_ckpt/dcp/load/load_attempt.py": 1,  # raised a little later, where DCP tells all ranks
     "replicated_ckpt/dcp/load/reader.py": 1,  # raised a little later, where DCP tells all ranks

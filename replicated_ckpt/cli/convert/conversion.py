@@ -12,7 +12,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
 from replicated_ckpt.wording import escape_controls, plural
 
 if TYPE_CHECKING:
-    from replicated_ckpt.dcp.convert.entries.source import Converted, Progress
+    from replicated_ckpt.dcp.convert.source import Converted, Progress
 
 _LINE_EVERY_S = 1.0
 

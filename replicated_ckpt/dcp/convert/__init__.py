@@ -1,1 +1,1 @@
-"""Conversions: checkpoints out into other formats, and in from them, without ever holding a model in memory."""
+"""Conversions of checkpoints to and from other formats, without a whole model in memory."""

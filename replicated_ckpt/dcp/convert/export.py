@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from replicated_ckpt.core.key_rules import KeyRules
-from replicated_ckpt.dcp.convert.dcp_format.sink import DcpSink
-from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
-from replicated_ckpt.dcp.convert.entries.source import Contents, Converted, CountBytes, Progress, Reporter, Source
+from replicated_ckpt.dcp.convert.dcp_format import DcpSink, checkpoint_source, range_reader
 from replicated_ckpt.dcp.convert.safetensors import SafetensorsSink
+from replicated_ckpt.dcp.convert.source import Contents, Converted, CountBytes, Progress, Reporter, Source
 from replicated_ckpt.dcp.convert.torch_file import TorchSink
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid
@@ -26,7 +25,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 class Sink(Protocol):
-    """A format that is written."""
+    """Writes one format."""
 
     is_directory: bool
 
@@ -100,7 +99,7 @@ def _place(
 ) -> Output:
     may_replace = sink.may_replace if overwrite else None
     text = os.fspath(to)
-    # The system calls refuse it with a ValueError that names no path.
+    # System calls refuse NUL with a ValueError that names no path.
     if "\0" in text:
         raise ConfigInvalid(f"{text!r} is not a valid path: it contains NUL.")
     if "://" in text:
@@ -122,7 +121,7 @@ def _write(sink: Sink, source: Source, contents: Contents, output: Output, repor
             name = next(iter(output.written))
             with translate_errors(output.label, "read back", name):
                 sink.check(output.part("" if sink.is_directory else name), contents)
-        # Only now, read back: an output under its final name is always complete.
+        # Only after it was read back: an output under its final name is always complete.
         output.publish()
 
 

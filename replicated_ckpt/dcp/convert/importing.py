@@ -11,11 +11,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.core.key_rules import KeyRules
-from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, dcp_directory, range_reader
-from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner, parts_of
-from replicated_ckpt.dcp.convert.entries.source import Converted, Progress, Reporter, Source, windows
+from replicated_ckpt.dcp.convert.dcp_format import (
+    SourcePlanner,
+    checkpoint_source,
+    dcp_directory,
+    parts_of,
+    range_reader,
+)
 from replicated_ckpt.dcp.convert.export import Format
 from replicated_ckpt.dcp.convert.safetensors import safetensors_files
+from replicated_ckpt.dcp.convert.source import Converted, Progress, Reporter, Source, windows
 from replicated_ckpt.dcp.convert.torch_file import TorchFile
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -39,8 +44,7 @@ def import_checkpoint(
     trust_pickles: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Converted:
-    """Makes a checkpoint in this node's store from the files at `path`, or from those of their entries that `keys`
-    selects.
+    """Makes a checkpoint in this node's store from the files at `path`. With `keys`, only from the selected entries.
 
     ReplicatedWriter saves it in this process, a window of 64 MiB at a time. Then it is read back and compared with its
     checksums. This node has the only copy until its agent runs and the agents make the others. With an object store,
@@ -70,7 +74,7 @@ def import_checkpoint(
         )
         _save(writer, checkpoint_id, planner)
     reporter.verifying()
-    # Read back before it is reported: the source may be deleted afterwards.
+    # Read back before the import is reported: the user may then delete the source.
     _read_back(range_reader(root), checkpoint_id)
     writer.wait()
     return Converted.of(contents, checkpoint_id, str(root), time.monotonic() - started_at, ())
@@ -103,7 +107,7 @@ def _check_room(root: Path, size_bytes: int) -> None:
 def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:
     try:
         dcp.save({}, checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as exc:  # DCP wraps the error of this one process, an interrupt too
+    except CheckpointException as exc:  # DCP wraps each error of this process, even an interrupt
         ((error, _),) = exc.failures.values()
         raise error from exc
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from replicated_ckpt.core.chunk import Chunk
-from replicated_ckpt.dcp.convert.entries.source import (
+from replicated_ckpt.dcp.convert.source import (
     Contents,
     CountBytes,
     ObjectEntry,
@@ -95,7 +95,7 @@ class Tensor:
 
 
 def encode_header(tensors: Iterable[Tensor]) -> bytes:
-    """All bytes before the elements."""
+    """The bytes of a file before the elements: the size of the header, and the header."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in tensors:
         offsets = [tensor.start, tensor.end]
@@ -138,13 +138,13 @@ def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
 
 
 def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names with their entries, without `__metadata__`."""
+    """The entries of a header by name, without `__metadata__`."""
     position = _token(raw, 0, b"{")
     seen: set[str] = set()
     while not raw.startswith(b"}", position):
         name, position = _text(raw, position)
         position = _token(raw, position, b":")
-        # Readers would differ in which of two entries they take.
+        # Of two entries with one name, readers would take different ones.
         if name in seen:
             raise ValueError(f"{name[:80]!r} is there twice")
         seen.add(name)
@@ -155,7 +155,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
             entry = json.loads(raw[position:end], parse_constant=_refuse, object_pairs_hook=name_once)
             if not isinstance(entry, dict):
-                raise TypeError(f"{name[:80]!r} is described by no object")
+                raise TypeError(f"{name[:80]!r} has an entry that is not a JSON object")
             yield name, entry
             position = _skip(raw, end)
         if not raw.startswith(b"}", position):
@@ -165,12 +165,12 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _skip_metadata(raw: bytes, position: int, label: str) -> int:
-    """The position behind the texts of `__metadata__`."""
+    """The position after the texts of `__metadata__`."""
     position = _token(raw, position, b"{")
     while not raw.startswith(b"}", position):
         name, position = _text(raw, position)
         value, position = _text(raw, _token(raw, position, b":"))
-        # One rank's file looks whole to any reader: loaded alone, it would give a part of the model.
+        # One rank's file looks like a whole model, but has only a part of it.
         if name == _PLACES and (_RANKS_FILE.match(Path(label).name) or re.search(r"[1-9]", _offsets(value))):
             raise ConfigInvalid(f"{label} has only one rank's parts of the tensors.", _CONSOLIDATE)
         if not raw.startswith(b"}", position):
@@ -179,7 +179,7 @@ def _skip_metadata(raw: bytes, position: int, label: str) -> int:
 
 
 def _offsets(places: str) -> str:
-    """The numbers in torch's list of the tensors' places; only these, as the tensors' names may hold digits, too."""
+    """The offsets in torch's list of the tensors' places, without the tensors' names, which may have digits, too."""
     return " ".join(str(place["saved_offsets"]) for place in dict(json.loads(places)).values())
 
 
@@ -208,7 +208,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, as `json.loads` asks for it. Raises ValueError: readers would differ in which value a name has."""
+    """Makes a dict for `json.loads`. Raises ValueError if a name occurs twice: readers would differ in its value."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -233,7 +233,7 @@ def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
 
 # Bytes that no tensor covers, or two cover, could hide data from one reader and show it to another.
 def _check_filled(tensors: Sequence[Tensor], data_bytes: int) -> None:
-    """Raises ValueError unless the tensors fill the data without gaps, one after the other."""
+    """Raises ValueError unless the tensors fill the data one after the other, without gaps."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != end:
@@ -300,7 +300,7 @@ class SafetensorsFiles:
             piece = raw[position : position + run.elements * itemsize]
             with translate_errors(str(path.parent), "read", path.name):
                 count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
-            # The file may be cut while it is read, as a download is replaced.
+            # The file may be cut off while it is read, as when a download replaces it.
             if count != len(piece):
                 raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early", _FETCH)
             position += len(piece)
@@ -315,10 +315,10 @@ class SafetensorsFiles:
 
 
 def safetensors_files(path: Path) -> SafetensorsFiles:
-    """A file; or the directory that its index describes; or, without an index, all `.safetensors` files in it.
+    """The tensors of a file, or of a directory: of the files in its index, or of all `.safetensors` files without an index.
 
     Raises:
-        ConfigInvalid: no such file lies there, or several indexes do, or what the index names is missing: a file, a tensor.
+        ConfigInvalid: there is no such file, there are several indexes, or a file or tensor of the index is missing.
     """
     if is_plain_file(path):
         return SafetensorsFiles([path])
@@ -334,7 +334,7 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     if not paths:
         raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that has one.")
     files = SafetensorsFiles(paths)
-    # Index and files of two versions: silently a part of the model would be missing.
+    # If index and files are of two versions, a part of the model would silently be missing.
     missing = sorted(names.keys() - set(files.contents.order))
     if missing:
         files.close()
@@ -370,7 +370,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 class SafetensorsSink:
-    """`model.safetensors`, or, if that is more than `shard_bytes_max`, `model-00001-of-0000N.safetensors` and an index.
+    """Writes `model.safetensors`. Beyond `shard_bytes_max`, writes `model-00001-of-0000N.safetensors` and an index.
 
     Raises:
         ConfigInvalid: a tensor is of a type that the format does not have.
@@ -430,7 +430,7 @@ class SafetensorsSink:
 
 
 def _group_by_file(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:
-    """The tensors of each file, in the order of the state dict; one that is larger than allowed has a file of its own."""
+    """The tensors of each file, in the order of the state dict. A tensor above `bytes_max` has a file of its own."""
     groups: list[list[TensorEntry]] = [[]]
     size_bytes = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""A file of `torch.save`, as a source of a conversion and as its target: read, and written, part by part."""
+"""A file of `torch.save` as the source or target of a conversion, which reads or writes it part by part."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.key_rules import nest
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.dcp.convert.entries.source import (
+from replicated_ckpt.dcp.convert.source import (
     Contents,
     CountBytes,
     ObjectEntry,
@@ -93,7 +93,7 @@ class TorchFile:
         start = self._position(tensor) if lies_there and part.chunk.elements else None
         target = window_tensor(part.chunk.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.chunk.offsets, part.chunk.sizes, strict=True))
-        # Not one range of the file: torch copies it from the mapping.
+        # The part is not one range of the file: torch copies it from the mapping.
         if start is None or len(list(part.chunk.runs(whole, part.chunk.elements))) != 1:
             return target.copy_(tensor[slices])
         raw = memory_of(target)
@@ -127,7 +127,8 @@ def load_trusted(file: Path | io.BytesIO, what: str, *, mmap: bool = False) -> A
     """The object that `torch.save` wrote. Its pickle can run any code.
 
     Raises:
-        ConfigInvalid: a class is missing here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: no such file.
+        ConfigInvalid: a class is missing here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: torch.save did
+            not write it.
     """
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
@@ -247,7 +248,7 @@ class StatePickler(pickle.Pickler):
 
 
 def _rebuilding(like: torch.Tensor, key: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Any, ...]:
-    """torch's own reduction of such a tensor, with another storage, shape and stride."""
+    """torch's own reduction of `like`, with another storage, shape and stride."""
     with catch_warnings():
         simplefilter("ignore", UserWarning)  # torch warns of typed storages, which torch.save still writes
         rebuild, arguments = like.__reduce_ex__(PROTOCOL)[:2]  # type: ignore[no-untyped-call]
@@ -265,12 +266,12 @@ _ALIGNMENT_BYTES = 64
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
 _PADDING_ID = b"FB"
-_UNTOUCHED = zipfile.ZIP64_LIMIT // 2
-"""Entries below this never need the long fields of zip, whatever their headers take."""
+_SMALL_BYTES_MAX = zipfile.ZIP64_LIMIT // 2
+"""Records up to this size need no zip64 fields, however long their headers are."""
 
 
 class TorchSink:
-    """`archive/data.pkl` and one record for each tensor, as `torch.save` writes them: stored, aligned to 64 bytes."""
+    """Writes `archive/data.pkl` and one record for each tensor, as `torch.save` does: uncompressed, aligned to 64 bytes."""
 
     is_directory = False
 
@@ -319,7 +320,7 @@ class TorchSink:
         """Loads the file without reading its tensors.
 
         Raises:
-            ObjectCorrupt: it is not the state dict that was to be written.
+            ObjectCorrupt: the file has another state dict than the one to be written.
         """
         state = load_file(path, trust_pickles=self._trust_pickles)
         for entry in contents.tensors:
@@ -354,7 +355,7 @@ def _write_tensors(
     archive: "_Archive", source: Source, entries: Sequence[TensorEntry], keys: Mapping[str, str], progress: CountBytes
 ) -> None:
     pieces = stream_tensors(source, [entry for entry in entries if entry.size_bytes])
-    # Empty tensors have records, too, but no piece comes for them.
+    # Empty tensors have records, too, but `stream_tensors` has no pieces of them.
     for entry in (entry for entry in entries if not entry.size_bytes):
         archive.add(f"data/{keys[entry.key]}", b"")
     for entry in (entry for entry in entries if entry.size_bytes):
@@ -369,7 +370,7 @@ def _write_tensors(
 
 
 class _Archive:
-    """A zip file written in one pass; sizes and CRCs follow the bytes that they describe."""
+    """A zip file written in one pass. Sizes and CRCs follow the bytes that they describe."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -382,16 +383,16 @@ class _Archive:
         if kind is None:
             self._zip.close()
         else:
-            self._zip.fp = None  # else it writes its directory when it is collected, as if it were whole
+            self._zip.fp = None  # otherwise garbage collection writes the directory, as if the file were whole
 
     def add(self, name: str, data: bytes | memoryview) -> None:
         with self.opened(name, len(data)) as record:
             record.write(data)
 
     def opened(self, name: str, size_bytes: int) -> Any:
-        """A record to write to; its bytes begin at a multiple of 64 in the file, so that they can be mapped."""
-        # Known in advance: zipfile cannot go back to enlarge a header that was written.
-        is_large = size_bytes > _UNTOUCHED
+        """A record to write to. Its bytes begin at a multiple of 64 in the file, so that they can be mapped."""
+        # Decided in advance: zipfile cannot go back to enlarge a header.
+        is_large = size_bytes > _SMALL_BYTES_MAX
         entry = zipfile.ZipInfo(f"archive/{name}")
         fixed = _LOCAL_HEADER_BYTES + len(entry.filename) + (_ZIP64_EXTRA_BYTES if is_large else 0) + 4
         padding = -(self._stream.position + fixed) % _ALIGNMENT_BYTES

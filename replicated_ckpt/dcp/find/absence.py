@@ -54,7 +54,7 @@ def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: 
 
 
 def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
-    """By node, this node's store as a searched place; empty if this process has no store."""
+    """This node's store as a searched place, by node id. Empty: this process has no store."""
     who = f"node {own_node}" if own_node != NO_NODE else "no node's store yet"
     return {} if isinstance(store, EmptyStore) else {own_node: f"{who} at {store.root} (own store)"}
 
@@ -66,7 +66,7 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
 
 
 def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
-    """The places that were searched for a shard; and the bucket of its save, if the load has none."""
+    """The places that were searched for a shard; and the bucket of its save, if the load was given no bucket."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
@@ -94,7 +94,7 @@ def describe_absence(
     were found.
     """
     where = "; ".join(searched)
-    # Begun is not absent: a job that starts anew would take a lost save for a first run.
+    # A save that was begun is not absent: a job would otherwise take its loss for a first run, and start anew.
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
             f"Checkpoint {checkpoint_id!r} was begun, but never committed. Searched: {where}.",
@@ -134,7 +134,7 @@ class NewerSaves:
         return tuple(self._told_by_id.values())
 
     def raise_first(self, searched: Sequence[str], is_wanted: Callable[[str], bool]) -> None:
-        """For a search that found nothing else. Raises ManifestVersionUnknown: one of these is wanted."""
+        """Raises ManifestVersionUnknown if one of these is wanted. Called if the search found nothing else."""
         for checkpoint_id, told in self._told_by_id.items():
             if is_wanted(checkpoint_id):
                 raise ManifestVersionUnknown(f"{told}. Searched: {'; '.join(searched)}.")
@@ -154,8 +154,8 @@ def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
 
 
 def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
-    """A description of what happened to a save that the bucket had when the load began. Empty: it is still there, or
-    the bucket fails.
+    """Describes how the bucket lost a save that it had when the load began. Empty: it still has the save, or cannot be
+    read.
     """
     try:
         there = bucket.save_of(checkpoint_id)
@@ -194,7 +194,7 @@ def describe_skipped(
 ) -> str:
     """The text of a load's warning: which newer saves it skips, and why; "" if none.
 
-    `newer`: the newest first. `unread`: those that may be newer, as `find_unread` returns them.
+    `newer`: the skipped saves, the newest first. `unread`: ids that may have newer saves, from `find_unread`.
     """
     if not (newer or unread):
         return ""
@@ -210,17 +210,17 @@ def describe_skipped(
     if absent:
         sentences.append(f"Not reached: {list_some(absent, _SHOWN_MAX)}.")
     sentences.append(
-        "To load the newer one, bring back the nodes with the rest, and load again before the next save. "
+        "To load the newer one, bring back the nodes with the missing files, and load again before the next save. "
         "`replicated-ckpt ls --root ROOT` lists what is missing."
     )
     return " ".join(sentences)
 
 
 def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
-    """For the same warning: none of the save's other nodes was reached, so they may have continued without this one.
+    """The warning that places which did not answer may have newer saves: the bucket, or all other nodes of the save.
 
-    Also if the bucket did not answer: it may have newer saves of lost nodes. `searched`: by node, each searched place.
-    "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
+    `searched`: by node, each searched place. "" if the bucket is not such a place, and another node answered (even a
+    replacement for a lost one) or no other node of the save was asked.
     """
     bucket = searched.get(OBJECT_NODE, "")
     if NOT_REACHED in bucket:
@@ -230,7 +230,7 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
         )
     others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
     asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
-    # Any node that answered would have listed a newer save, or a sequence beyond it.
+    # A node that answered would have listed a newer save, or reported its sequence.
     if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""
     silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)

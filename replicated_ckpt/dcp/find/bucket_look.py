@@ -37,10 +37,10 @@ class InBucket:
 
 
 class BucketLook:
-    """Runs on a thread of its own from the start; used by the thread that began it."""
+    """One search, which runs on a thread of its own. Only the thread that made this object may use it."""
 
     def __init__(self, bucket: Bucket, checkpoint_id: str | None, scope: str | None = None) -> None:
-        """For one checkpoint; None: for all of the directory of ids `scope`, or of all directories."""
+        """Searches for one checkpoint; with None, for all in the directory of ids `scope`, or in all directories."""
         self.url = bucket.client.target.url
         self._bucket = bucket
         self._checkpoint_id, self._scope = checkpoint_id, scope

@@ -24,10 +24,10 @@ from replicated_ckpt.stores.peer.reach import is_time_out
 log = logging.getLogger(__name__)
 
 SURVEYS_MAX = 3
-"""Bound of the surveys of one load, where another job replaces or removes checkpoints meanwhile."""
+"""The most surveys in one load, if another job replaces or removes checkpoints meanwhile."""
 
 Silence = Mapping[str, ReplicatedCkptError]
-"""The peers that gave no answer a moment ago, with their errors: they are not asked again."""
+"""The peers that did not answer a moment ago, with their errors. They are not asked again."""
 
 
 def survey_and_keep(
@@ -58,7 +58,7 @@ def survey_and_keep(
         else:
             without, late = tell_load([*survey.addresses, *own], survey, world)
             survey = replace(survey, silent=tuple(sorted(late)))
-            # Only nodes that listed the save count: the others of the load never had it.
+            # Only nodes that listed the save count: the load's other nodes never had it.
             gone = surveyor.moved | {(node, survey.found.save_id) for node in without} & surveyor.listed
             if number == SURVEYS_MAX or gone <= known:
                 break
@@ -72,18 +72,18 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are
     newer.
 
-    They also record the number of this restore, if the load asked for "latest". It is the same each time in one load.
+    The agents also record the number of this restore, if the load asked for "latest". The number is the same in each call
+    of one load. This load reads nothing from an agent that does not answer.
 
-    An agent that does not answer is left out: this load reads nothing from it. Returns two groups of nodes. The first
-    answered that the save is not there (for a mere search every node does), or has dropped its optimizer since it
-    listed it. The second is silent.
+    Returns two sets of nodes: first those without the save (in a mere search, all nodes), or whose copy has lost its
+    optimizer since they listed it; then the silent ones.
     """
     silent = {*survey.silent}
     # Stock torch wrote it: without a lineage there is nothing that agents could pin.
     if not survey.lineages:
         return set(), silent
-    reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
-    # A number that a peer made up must not keep the agents from counting on.
+    reader = f"{world.session}/{threading.get_ident()}"  # a thread has one load at a time
+    # Bounded: agents could not count on from a huge number that a peer made up.
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
     document |= {"is_load": world.is_load, "restores": survey.restores}
@@ -102,7 +102,7 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
 
 
 def count_restore(store: LocalStore, survey: Survey) -> None:
-    """Notes a restore on this node, where no agent runs that `tell_load` could ask. Only logs if that is impossible."""
+    """Records a restore on this node if no agent runs that `tell_load` could ask. Only logs an error."""
     if not survey.lineages:
         return
     newest = min(survey.sequence_max, SEQUENCE_FLOOR_MAX)

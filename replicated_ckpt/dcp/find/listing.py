@@ -1,6 +1,4 @@
-"""The list of checkpoints on this node, on the nodes in its address book, and in the bucket, and which of them are
-complete.
-"""
+"""Lists the checkpoints on this node, on the nodes in its address book and in the bucket, and whether each is complete."""
 
 import logging
 from collections import deque
@@ -16,7 +14,7 @@ from replicated_ckpt.core.upkeep.unclaimed_files import with_unclaimed_files
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import THERE_ARE_OTHERS
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
-from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.find.choice import choose_lineage
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
@@ -45,7 +43,7 @@ class Listed:
 
 class _Lister(Surveyor):
     def name(self, checkpoint_id: str) -> tuple[Mapping[str, Manifest | None], str]:
-        """The saves under one id, readable or not, of the lineage that a load of this id would choose; and that lineage."""
+        """All saves under one id, readable or not, in the lineage that a load would choose. And that lineage."""
         choice = choose_lineage(checkpoint_id, saves_found(self._look(checkpoint_id)), self._lineage)
         lineage = choice.saves[0].version.lineage if choice.saves else ""
         return {save.save_id: self._read_manifest(save) for save in choice.saves}, lineage
@@ -81,9 +79,9 @@ class _Lister(Surveyor):
 
 
 def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, lineage: str) -> tuple[Listed, ...]:
-    """The saves of the run that "latest", as it was `asked` for, would choose from, newest first.
+    """The saves among which a load would choose, newest first. `asked`: "latest", or as "run-a/latest".
 
-    A node or bucket that does not answer adds none.
+    The list lacks the saves of a node or bucket that does not answer.
 
     Raises:
         LineagesMet, LatestAmbiguous: as for a load.
@@ -94,9 +92,9 @@ def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, linea
 def name_saves(
     checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
 ) -> tuple[Mapping[str, Manifest | None], str]:
-    """The saves under one id, complete or not, replaced ones too, of the lineage of the newest; and that lineage.
+    """All saves under one id in the lineage of the newest, even if incomplete or replaced. And that lineage.
 
-    Each has its manifest, or None if no place has one that passes its checks.
+    Each save has its manifest, or None if no place has one that passes its checks.
 
     Raises:
         LineagesMet: as for a load.
@@ -110,7 +108,7 @@ def _make_lister(store: LocalStore, bucket: Bucket | None, lineage: str) -> _Lis
 
 
 _told: deque[str] = deque(maxlen=16)
-"""The last warnings of this process about checkpoints that are not loaded: one restore looks several times."""
+"""The last warnings about checkpoints that are not loaded. Each is logged once, although a restore searches repeatedly."""
 
 
 def look_up(
@@ -120,7 +118,7 @@ def look_up(
     opened_bucket: Callable[[], Bucket | None],
     lineage: str = NEWEST_LINEAGE,
 ) -> SaveFound | None:
-    """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
+    """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None if there is none.
 
     An incomplete checkpoint counts as found. Otherwise a job that finds none would treat a loss as a first start, and
     begin anew.

@@ -1,4 +1,4 @@
-"""Whether a save with overwrite=False may replace the checkpoint under its name: only if that is certainly not whole."""
+"""Whether a save with overwrite=False may replace a checkpoint of its name: only one that can no longer be loaded."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
 
 
 def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
-    """Checks that the checkpoint with this name can no longer be loaded. `nodes` are those of the save that wants the name.
+    """Checks that the checkpoint with this name can no longer be loaded. `nodes` are those of the new save.
 
     The checkpoint may be replaced only if a part is missing although all nodes in its manifest have answered, and none of
     them is still publishing it. A node that does not answer may have the missing part. Nothing else may have the name
@@ -43,7 +43,7 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
     missing = ", ".join(survey.found.list_missing(survey.manifest.shard_sizes)) or "the metadata"
     # Unreachable is not missing: the part may lie there.
     unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
-    # Its last step may still come from another process: it would be whole then.
+    # Another process may still publish the rest here: then the checkpoint would be whole.
     if store.is_staged(survey.manifest.save_id):
         unreached.append("this node, which still publishes it")
     if unreached:
@@ -58,7 +58,7 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
     """Raises for a checkpoint that is whole, that stock torch wrote, or that may lie in a bucket."""
     if survey.is_whole or survey.unmanaged_warning:
         raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}.")
-    # The bucket was not asked, and its upload may have ended: it may be whole there.
+    # The bucket was not asked: if the upload has ended, the checkpoint is whole there.
     upload = survey.manifest.upload
     if upload is not None:
         raise CheckpointExists(

@@ -48,7 +48,8 @@ INTERRUPTED_WAIT_S = 2 * LINGER_S
 """How long a rank that was interrupted waits for the decision, to find out whether the others got its error."""
 
 _consumed: dict[tuple[str, int], list[str | None]] = {}
-"""Nonces of the last load that this process coordinated, by process group: a post with the same one is of that load."""
+"""By process group and size, the ranks' nonces in the last load that this process coordinated. A post with such a nonce
+is of that load."""
 _posted: dict[str, str] = {}
 """Nonce of this process's last post in a load, by process group."""
 
@@ -59,8 +60,8 @@ _NAME_IT = (
 
 
 class AgreedError(Exception):
-    """Carries the error that ended a rendezvous. Every rank raises one; with `in_step` in a step in which DCP gathers
-    errors.
+    """Carries the error that ended a rendezvous. Every rank raises one; with `in_step`, in a step in which DCP
+    gathers errors.
 
     An error of this package is the same on all ranks. For any other error, the other ranks raise RankFailed.
     """
@@ -82,11 +83,11 @@ def meet(
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank. Only the coordinator searches the bucket.
 
-    `max_tries`: as of Surveyor; only the coordinator's is used.
+    `max_tries`: as for Surveyor; only the coordinator's is used.
     `in_step`: this rank is in DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
     Raises:
-        AgreedError: with the error that this rank raises, as every rank does. Others: an error of this rank alone.
+        AgreedError: carries this rank's error; every other rank raises one, too. Any other: an error of this rank alone.
     """
     if world.blackboard is None:
         return _remember(store, _survey_alone(store, world, given_id, opened_bucket(), lineage, max_tries))
@@ -124,15 +125,15 @@ def _agree(
     failure: BaseException | None,
     survey: Callable[[Sequence[Mapping[str, Any]]], Survey],
 ) -> dict[str, Any]:
-    """The coordinator's result, for all ranks; only the coordinator surveys. `failure`: this rank's own error, which it
-    posts.
+    """The coordinator's decision, the same on all ranks. Only the coordinator calls `survey`. `failure`: this rank's own
+    error, which its `post` contains.
 
     Raises:
-        AgreedError: this rank failed, another did, or nothing is decided. Others: an error that came too late for the
-            decision, so the other ranks continue.
+        AgreedError: this rank failed, another did, or nothing is decided. Any other: an error that came too late for
+            the decision, so the other ranks continue.
     """
     nonce, before = board.post("load", post), _posted.get(world.group_name)
-    # Kept even if this load fails: the next decision may still answer this post.
+    # Recorded even if this load fails: a late decision may still answer this post.
     _posted[world.group_name] = nonce
     try:
         try:
@@ -173,7 +174,7 @@ def _register(
             checkpoint_id = _resolve_id(store, given_id, world)
             node = None if isinstance(store, EmptyStore) else register_for_load(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
-            # No peer can ask an agent that is silent: this rank posts what lies on its node's disk.
+            # No peer can ask a silent agent: this rank posts the contents of its node's disk.
             if node is not None and node.silence:
                 wanted = None if is_newest(checkpoint_id) else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
@@ -214,7 +215,7 @@ def _survey_alone(
 ) -> Survey:
     # EmptyStore has no root, and a root that is only read needs no claim.
     if not isinstance(store, EmptyStore) and can_hold_agent(store):
-        store.check_claimable()  # as where several ranks load: a save would be refused
+        store.check_claimable()  # a load of several ranks makes the same check: a later save would be refused
     own, peers, checkpoint_id = store.read_node_id(), _known_peers(store), _resolve_id(store, given_id, world)
     # Another user's agent directory is not trusted: it could name any address.
     agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
@@ -225,14 +226,16 @@ def _survey_alone(
         )
 
     survey = survey_and_keep(look, checkpoint_id, world, {}, () if agent is None else (agent.local_address(),))
-    # No agent does it.
+    # Without an agent, this process counts the restore.
     if agent is None and survey.restores and not isinstance(store, EmptyStore) and can_hold_agent(store):
         count_restore(store, survey)
     return survey
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
-    """The nodes in the address book of this node's agent. None from another user's directory."""
+    """The nodes in the address book of this node's agent. Empty for a store that is only read: a
+    directory of another user could name any address.
+    """
     return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 
@@ -244,7 +247,7 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
     newest = Newest.parse(os.fspath(given_id))
     if newest is None:
         return id_under(str(store.root), given_id)
-    if newest.directory:  # spelled as any path; the stand-in for its last part is a name that an id may have
+    if newest.directory:  # spelled as the directory of any id; "step" stands for the last part
         directory = scope_of(id_under(str(store.root), f"{newest.directory}/step"))
         newest = replace(newest, directory=directory)
     return str(newest)
@@ -256,7 +259,7 @@ def _coordinate(
     """Decides for all ranks. Returns an error from outside this package, if one ended it; the other ranks get
     RankFailed.
     """
-    # By size too: after a restart with fewer ranks the group may have the same name.
+    # The size is in the key because a group may have the same name after a restart with fewer ranks.
     key = (world.group_name, world.size)
     stale = _consumed.get(key, [None] * world.size)
     posts: list[dict[str, Any] | None] = []
@@ -268,7 +271,7 @@ def _coordinate(
         outcome = {"error": pack_error(exc)}
     except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
         failure, outcome = exc, _failure_post(world, exc)
-    # The survey or the first rank failed early: the posts are collected all the same, so that each rank gets an answer.
+    # The first collection was interrupted. The posts are collected once more, so that each rank gets an answer.
     posts = posts or board.collect("load", LINGER_S, stale)[0]
     _consumed[key] = [before if post is None else post["nonce"] for post, before in zip(posts, stale, strict=True)]
     in_step = any(post is not None and post.get("in_step") for post in posts)
@@ -308,7 +311,7 @@ def _survey(
 
 
 def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], dict[str, SeenStore]]:
-    """The nodes of the world, and of those with silent agents what their own ranks saw in the stores."""
+    """The nodes of the load; and of each node with a silent agent, its store as its ranks posted it."""
     nodes: dict[str, NodePost] = {}
     seen: dict[str, SeenStore] = {}
     for post in posts:
@@ -330,9 +333,9 @@ def _introduce(
     """Introduces all nodes of the load to every agent that answers. Each agent then settles saves that were
     interrupted.
 
-    The agents of `absent` nodes are greeted meanwhile, so that all silent nodes together cost one time-out. Their
-    holdings are asked later: settling may have an absent node publish a save that it has decided. Returns the nodes of
-    the load that let a time-out pass, and the absent ones without an answer, with their errors.
+    Meanwhile the agents of `absent` nodes are asked for their status, so that all silent nodes together cost one
+    time-out. They list their holdings later, because settling may have an absent node publish a decided save. Returns
+    the nodes of the load that timed out, and the absent ones without an answer, with their errors.
     """
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
     away = {address.node_id for address in absent}

@@ -22,8 +22,7 @@ from replicated_ckpt.dcp.agreement.node_post import SeenStore
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.absence import SkippedSave, describe_silent, describe_skipped, find_unread
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
-from replicated_ckpt.dcp.find.guard import Guard, describe_rejected
-from replicated_ckpt.dcp.find.lineage_choice import choose_lineage, note_newest_run
+from replicated_ckpt.dcp.find.choice import Guard, choose_lineage, describe_rejected, note_newest_run
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
@@ -64,15 +63,14 @@ def unmanaged_save(
     searched: Sequence[str],
     because: ReplicatedCkptError,
 ) -> UnmanagedSave:
-    """The stock checkpoint that is `asked` for by its id or as "latest", if there is no checkpoint of this package,
-    `because`.
+    """The stock checkpoint that `asked` means, an id or "latest". `because`: why no checkpoint of this package is loaded.
 
-    With an explicit id it has all files that are left, because a load may need only these. "latest" gives the newest
-    one with every shard, by the time of `.metadata`.
+    An explicit id gives all files that are left, because a load may need only these. "latest" gives the newest
+    checkpoint with every shard, by the time of its `.metadata`.
 
     Raises:
         CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
-            ShardLost: "latest", and no checkpoint is whole. `because`: there is none. LatestAmbiguous
+            ShardLost: "latest", and no checkpoint is whole. `because`: there is no such checkpoint. LatestAmbiguous
     """
     newest = asked if isinstance(asked, Newest) else None
     wanted = asked if isinstance(asked, str) else None
@@ -82,7 +80,7 @@ def unmanaged_save(
         found = tuple(checkpoint for checkpoint in found if newest.fits(checkpoint.checkpoint_id))
     lost: ShardLost | None = None
     for checkpoint in found:
-        # Without .metadata nothing in the shards can be named: it was never finished, or its metadata is lost.
+        # Without .metadata the items in the shards have no names: the save never ended, or the file is lost.
         if not checkpoint.nodes_with_metadata:
             continue
         save = look.examine(checkpoint).save
@@ -104,8 +102,8 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
-    """The warning of a load of such a checkpoint. `because`: if "latest" was asked for, why no checkpoint of this
-    package is loaded.
+    """The warning of a load of a stock checkpoint. `because`: for "latest", why no checkpoint of this package is loaded;
+    otherwise None.
     """
     newer = f" It is loaded although newer ones exist: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
@@ -124,33 +122,34 @@ SURVEY_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Survey:
-    """The save to load, and where it lies. Every rank of a load uses the same survey.
-
-    `addresses` are the peers that answered. `searched` names each place that was searched. `in_bucket` is None if the save
-    is not in the bucket. `unmanaged_warning` is set if stock torch wrote the save on the nodes' disks: then the manifest
-    has no checksums. `skipped` is set if a newer save is not whole, or if silent nodes may have a newer save. `lineages`
-    are the lineages in the directory of the save's id, with the chosen lineage first. `sequence_max` is the largest
-    sequence of the chosen lineage. `load_id` is the same on all ranks that load together, and differs between loads.
-    `silent` are nodes that answered at first, and then let a time-out pass. `newest_full`: of a save without its optimizer,
-    the newest checkpoint of its run with one, as far as it was seen. `restores`: of a load that counts, how often the save
-    was restored since the run's newest save, this load included. `guard`: the warning about such restores, and
-    about rejected checkpoints.
-    """
+    """The save to load, and where it lies. Every rank of a load uses the same survey."""
 
     manifest_raw: str
     holdings: tuple[Holding, ...]
     addresses: tuple[AgentAddress, ...]
+    """The peers that answered."""
     searched: tuple[str, ...]
+    """Each place that was searched."""
     in_bucket: InBucket | None = None
+    """None: the save is not in the bucket."""
     unmanaged_warning: str = ""
+    """The warning if stock torch wrote the save on the nodes' disks: the manifest then has no checksums."""
     lineages: tuple[LineageFound, ...] = ()
+    """The lineages in the directory of the save's id, the chosen one first."""
     sequence_max: int = 0
+    """The largest sequence of the chosen lineage."""
     load_id: str = ""
+    """The same on all ranks of one load, and another for each load."""
     silent: tuple[str, ...] = ()
+    """Nodes that answered at first, and then timed out."""
     skipped: str = ""
+    """The warning if a newer save is not whole, or silent nodes may have one."""
     newest_full: str = ""
+    """If the save has lost its optimizer: the newest checkpoint of its run that was found with one."""
     restores: int = 0
+    """How often the save was restored since the run's newest save, including this load. 0: this load is not counted."""
     guard: str = ""
+    """The warning about repeated restores, and about rejected checkpoints."""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -162,7 +161,7 @@ class Survey:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every shard has a copy, and the metadata."""
+        """Whether every shard and the metadata have a copy."""
         return self.found.is_whole(self.manifest.shard_sizes)
 
     def to_json(self) -> dict[str, Any]:
@@ -170,7 +169,7 @@ class Survey:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "Survey":
-        """Unknown fields of a coordinator of another release are ignored; fields that it does not send yet are empty."""
+        """A coordinator of another release may send unknown fields, which are ignored. Fields that it omits stay empty."""
         values = {each.name: told[each.name] for each in fields(cls) if each.name in told} | {
             "holdings": tuple(Holding.from_json(holding) for holding in told["holdings"]),
             "addresses": tuple(AgentAddress.from_json(address) for address in told["addresses"]),
@@ -184,8 +183,8 @@ class Survey:
 class Surveyor:
     """Reads this node's store and the bucket directly, and the peers' stores through their agents.
 
-    `saves`, `unclaimed` and `newer` are the findings. `listed` has the saves by node, and `moved` those of them that were
-    gone when their manifest was asked for. `unanswered` has the peers without an answer, with their errors.
+    `saves`, `unclaimed` and `newer` are the findings. `listed` has pairs of node and save, and `moved` those of them whose
+    manifest was gone when it was asked for. `unanswered` has the peers without an answer, with their errors.
     """
 
     def __init__(
@@ -202,10 +201,10 @@ class Surveyor:
         *,
         is_restore: bool = False,
     ) -> None:
-        """`silent`: the peers that gave no answer a moment ago, with their errors; they are not asked.
+        """`silent`: the peers that did not answer a moment ago, with their errors; they are not asked.
 
-        `max_tries`: "latest" skips checkpoints that were restored so often without a later save. `is_restore`: the load is
-        to be counted as one more.
+        `max_tries`: "latest" skips checkpoints that were restored this many times without a later save. `is_restore`: this
+        load counts as one restore.
         """
         self._max_tries, self._is_restore, self._marks = max_tries, is_restore, NO_MARKS
         self._silent = silent
@@ -234,7 +233,7 @@ class Surveyor:
 
         A save with a copy of every shard precedes a newer one that lacks a shard, that has known damage in a shard's
         only copy, or whose metadata some ranks cannot read. If no save is whole, an explicit id still gives its newest
-        save: a load may need only the remaining part. A checkpoint by FileSystemWriter is older than any other.
+        save: a load may need only the remaining part. A checkpoint of stock torch counts as older than any of this package.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: there is no such save. ManifestVersionUnknown: only a newer
@@ -270,9 +269,9 @@ class Surveyor:
             self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
             with contextlib.suppress(CheckpointNotFound, CheckpointRejected, ManifestVersionUnknown, ShardLost):
                 survey = self._choose(checkpoint_id, holdings)
-                # A sequence behind the newest that a node reported: the bucket may have that one, and it alone.
+                # If a node has reported a larger sequence, only the bucket may have that save.
                 if survey.is_whole and survey.found.sequence >= self._sequence_max:
-                    return survey  # else the bucket may have a newer one whole
+                    return survey
         return self._choose(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
 
     def _choose(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
@@ -303,10 +302,10 @@ class Surveyor:
     def _find_whole(
         self, forms: Sequence[tuple[SaveFound, str, Manifest]], passed: Sequence[SkippedSave]
     ) -> Survey | None:
-        """The survey of a save that can be loaded, in its first form that is whole; None: none is."""
+        """The survey of a save by the first of its forms that is whole. None: no form is."""
         for form, raw, manifest in forms:
             bad, seen = form.damaged_copies, with_unclaimed_files(form, manifest, self.unclaimed)
-            # Whole is not enough: ranks whose agents hang read their own disks only, and need the metadata there.
+            # Whole is not enough: a rank whose agent hangs reads only its own disk, and needs the metadata there.
             if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
                 told = describe_skipped(seen, passed, self._places(), self._find_unread())
                 if self._newest is not None:
@@ -317,7 +316,7 @@ class Surveyor:
 
     def _note_skipped(self, save: SaveFound, forms: Sequence[tuple[SaveFound, str, Manifest]]) -> SkippedSave:
         if not forms:
-            # Its manifest was listed, and no copy passes its checks: a newer checkpoint must not vanish without a word.
+            # A manifest was listed, but no copy passes its checks: the load must report that it skips this checkpoint.
             self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
             return SkippedSave(save)
         form, raw, manifest = forms[0]
@@ -332,7 +331,7 @@ class Surveyor:
         return replace(survey, guard=describe_rejected(save)) if self._marks.is_rejected(save.save_id) else survey
 
     def _survey_incomplete(self, checkpoint_id: str, passed: Sequence[SkippedSave]) -> Survey:
-        """The survey of a checkpoint that was asked for by its id, where none is whole. Raises as `survey`."""
+        """The survey of an incomplete save, because no save is whole. Prefers one with any shard. Raises as `survey`."""
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         # The most precise reason first: a newer format, then a damaged manifest, then nothing at all.
         if not lost:
@@ -343,16 +342,16 @@ class Surveyor:
             if damaged:
                 raise absence.describe_unreadable(damaged, self._places(), is_latest=self._newest is not None)
             raise absence.describe_absence(self._store, checkpoint_id, self._places(), self.unreached, self._ids)
-        # An explicit id: of several broken saves one with any shard is of more use than a newer one without.
+        # A broken save with any shard is of more use than a newer one without.
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if self._newest is not None and not save.has_any(manifest.shards):
             raise absence.describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _find_forms(self, save: SaveFound) -> list[tuple[SaveFound, str, Manifest]]:
-        """The save with its manifest; if some holders have dropped its optimizer, first the full one, then the other.
+        """The forms of a save, each with its manifest: first with its optimizer, then without, as the holders have them.
 
-        Each form counts the metadata of its own holders alone. Empty: no holder's manifest passes its checks.
+        In each form only its own holders' metadata counts. Empty: no holder's manifest passes its checks.
         """
         found: list[tuple[SaveFound, str, Manifest]] = []
         kinds = {holding.is_slim for holding in save.holdings}
@@ -370,9 +369,7 @@ class Surveyor:
         return found
 
     def _find_newest_full(self, manifest: Manifest) -> str:
-        """The newest checkpoint with an optimizer in the run of a save that has lost it, as far as it was seen; else
-        "".
-        """
+        """For a save that has lost its optimizer, the newest checkpoint of its run that was seen with one; else ""."""
         if not manifest.is_slim:
             return ""
         seen = [holding for save in self.saves for holding in save.holdings] + self._beside
@@ -384,8 +381,8 @@ class Surveyor:
         return "" if newest is None else newest.checkpoint_id
 
     def _find_directory(self, checkpoint_id: str) -> Newest | None:
-        """The directory that "latest" means, judged by all saves that were seen, readable or not. None: the id of one
-        checkpoint.
+        """The directory that "latest" means, judged by all saves that were seen, readable or not. None: one
+        checkpoint's id was asked for.
 
         Raises LatestAmbiguous.
         """
@@ -445,7 +442,7 @@ class Surveyor:
         try:
             found = look.result()
         except ReplicatedCkptError as exc:
-            # A bucket that fails is a place less, not the end of the load: the nodes may have everything.
+            # A bucket that fails does not end the load: the nodes may have everything.
             log.warning("%s is not used: %s", url, exc)
             self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
             return []
@@ -468,7 +465,7 @@ class Surveyor:
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
         """The manifest of a save, from the first holder whose copy passes its checks."""
-        # What a hung agent's ranks have seen cannot be fetched: no peer serves it.
+        # A node with a hung agent is left out: no peer can fetch its manifest.
         for holding in sorted((one for one in save.holdings if one.node_id not in self._seen), key=self._distance):
             try:
                 if holding.node_id == OBJECT_NODE and self._bucket is not None:
@@ -478,14 +475,13 @@ class Surveyor:
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
-                # Another process may have published a newer save since the listing: then the file is of that one.
+                # Since the listing, the node may have published a newer save, or dropped the optimizer of this one.
                 found = decode_manifest(raw, f"node {holding.node_id}")
-                # Or a slimming has ended since: then the listed files are those of the full one.
                 if (found.save_id, found.is_slim) == (save.save_id, holding.is_slim):
                     return raw.decode()
                 self.moved.add((holding.node_id, save.save_id))
             except (ReplicatedCkptError, OSError) as exc:
-                # Out of memory or descriptors: an older save is not a cure.
+                # A shortage of memory or descriptors is raised: an older save would meet it, too.
                 raise_shortage(exc, self._store.root / holding.checkpoint_id / MANIFEST_NAME)
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))

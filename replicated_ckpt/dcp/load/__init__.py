@@ -1,1 +1,1 @@
-"""The path of a load."""
+"""A load: how each rank reads its items, from the metadata to the report."""

@@ -1,7 +1,7 @@
 """The end of a load: each rank sends its report or its error to the coordinator, and gets the errors of the others.
 
 DCP sends every outcome to every rank, so the number of messages grows with the square of the ranks. Here only failures
-go to all.
+go to all ranks.
 """
 
 import pickle
@@ -18,14 +18,14 @@ from replicated_ckpt.errors import RankFailed
 from replicated_ckpt.wording import plural
 
 FAILURES_MAX = 32
-"""Failures that all ranks get as they were raised. Of the others, all ranks get the number and the ranks."""
+"""How many failures all ranks get as they were raised. Of further failures, they get only the ranks."""
 
 
 def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -> tuple[list[Any], list[LoadReport]]:
     """Ends the load on this rank. Returns the outcome of each rank as DCP expects it: None, or its failure.
 
-    `own`: None, or this rank's failure, wrapped as DCP does; every rank keeps its own. At the coordinator of a
-    successful load this also returns all ranks' reports, in order.
+    `own`: None, or this rank's failure, wrapped as DCP does. At the coordinator of a successful load this also returns
+    all ranks' reports, in order.
     """
     own = _as_sent(own)
     told = collectives.gather_object(own if report is None or own is not None else report.as_dict())
@@ -37,7 +37,7 @@ def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -
     if left:
         what = f"{plural(len(left), 'more rank')} failed, too: {', '.join(_intervals(left))}."
         outcomes[left[0]] = RankFailed(what), StackSummary()
-    # Its own failure as it was raised, never a summary: it has the cause and its notes.
+    # This rank's own failure as it was raised, with its cause and notes; never a summary.
     outcomes[rank] = own
     reports = [] if told is None or failures else [LoadReport.from_dict(one) for one in told if one is not None]
     return outcomes, reports
@@ -60,7 +60,7 @@ def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]
     order: list[tuple[int, int]] = []
     for rank, (error, _) in failures.items():
         kind = type(error).__name__
-        # A few of each class: a thousand ranks that fail alike must not hide the one that fails otherwise.
+        # A few of each class: a thousand ranks that fail alike must not hide one rank that fails differently.
         order.append((seen[kind], rank))
         seen[kind] += 1
     chosen = {rank for _, rank in sorted(order)[:FAILURES_MAX]}
@@ -70,7 +70,7 @@ def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]
 def _as_sent(own: object) -> object:
     """A failure as it is sent to other ranks. A failure that cannot be pickled is replaced by a description.
 
-    It has no traceback objects: their frames would keep the reader and the state dict as long as the error.
+    The result has no traceback objects, because their frames would keep the reader and the state dict in memory.
     """
     if not isinstance(own, tuple):
         return own

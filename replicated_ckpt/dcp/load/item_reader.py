@@ -20,7 +20,7 @@ class ItemReader:
     """Passes verified items to a planner. One thread.
 
     `trust_pickles`: passes objects as they are in the shard, and unpickles tensors of any class. Otherwise it passes
-    objects as this process has pickled them anew.
+    objects that this process has loaded safely and pickled again.
     """
 
     def __init__(self, *, trust_pickles: bool) -> None:
@@ -35,13 +35,12 @@ class ItemReader:
         Nothing of `raw` is kept.
 
         Raises:
-            ObjectUnsafe: the object, or a tensor of a class of its own, is not loaded by default. ObjectCorrupt: the
-                item is intact, but is not what the metadata describes. ConfigInvalid: as `target_of`. Nothing was
-                passed to the planner.
+            ObjectUnsafe: the object, or the tensor's own class, is not allowed. ObjectCorrupt: the item is intact, but
+                is not what the metadata describes. ConfigInvalid: as `target_of`. Nothing was passed to the planner.
         """
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
-            # The planner unpickles it without restrictions: only a pickle that this process has made is safe there.
+            # The planner unpickles objects without restrictions: only a pickle that this process has made is safe there.
             given = io.BytesIO(raw) if self._trust_pickles else save_again(raw, name, f"shard {source}")
             planner.load_bytes(item, given)
             return
@@ -53,12 +52,12 @@ class ItemReader:
         # Intact by its checksum: it was saved wrongly, or .metadata describes another item.
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact, but not a tensor: {exc}") from exc
-        # copy_ would broadcast a smaller tensor without a word.
+        # copy_ would silently broadcast a smaller tensor.
         if tuple(tensor.size()) != tuple(item.lengths):
             shapes = f"it has the shape {tuple(tensor.size())}, but the metadata has {tuple(item.lengths)}"
             raise ObjectCorrupt(source, "load", name, shapes)
         target = target_of(item, planner)
-        copy_into(target, tensor)  # not into a detached view: a sparse or quantized target would not see it
+        copy_into(target, tensor)  # not into a detached view: a sparse or quantized target would not change
         planner.commit_tensor(item, target.detach())
 
     def _tensor(self, raw: memoryview) -> torch.Tensor:
@@ -97,7 +96,7 @@ ReadWhole = Callable[[], memoryview]
 
 
 class Feed:
-    """One item. Its bytes arrive in ascending order, in pieces that may leave gaps where no byte is needed.
+    """One item, whose bytes arrive in pieces, in ascending order. There may be gaps where no byte is needed.
 
     Data of a contiguous tensor goes into the target piece by piece. All other data is collected first.
     """
@@ -117,7 +116,7 @@ class Feed:
         self._reader, self._planner, self._read_whole = readers
         self._is_sliced = stored is not None and stored.rows(item).length < stored.data_bytes
         self._head = b""
-        # None: an object, or a tensor of a class of its own, which only the whole item can make.
+        # An object, or a tensor without the expected layout, can only be made from the whole item.
         self._gathered: memoryview | None = None if stored else memoryview(bytearray(info.length))
         self._destination: Destination | None = None
         self._target: torch.Tensor | None = None
@@ -155,8 +154,8 @@ class Feed:
         return self._destination.place(start, length)
 
     def _begin(self, stored: StoredTensor) -> None:
-        if self._head != stored.head:  # another torch wrote it, or another layout: its data may lie elsewhere
-            # Of a part only, the whole item is read again at the end: the rest was never fetched.
+        if self._head != stored.head:  # another torch wrote it, or in another layout: its data may lie elsewhere
+            # If only a part was fetched, `finish_feed` reads the whole item.
             if not self._is_sliced:
                 self._gathered = memoryview(bytearray(self._length))
                 self._gathered[: len(self._head)] = self._head

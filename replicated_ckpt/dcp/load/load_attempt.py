@@ -24,16 +24,15 @@ from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.reading.windows import CELL_BYTES, ByteRange, Window
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import with_bucket_not_asked
+from replicated_ckpt.dcp.find.choice import describe_lineages
 from replicated_ckpt.dcp.find.keeping import tell_load
-from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
 from replicated_ckpt.dcp.find.rendezvous import RENDEZVOUS_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.load.dropped_entries import refuse_dropped
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.load_report import LoadReport, report_to_agent
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
-from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
+from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata, refuse_dropped
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
@@ -76,7 +75,7 @@ class ReaderBucket:
     def open(self) -> Bucket | None:
         """The bucket; None if the reader has none."""
         if self._bucket is None and self._target is not None:
-            # A new load waits for the bucket anew, whatever the one before it met.
+            # A new load waits for the bucket again, even if the bucket was silent in the load before.
             self._is_over = lambda: False
             client = open_client(self._target)
             self._bucket = Bucket(RetryingClient(client, look_within_s=self._look_s, should_stop=self._should_stop))
@@ -142,7 +141,7 @@ def describe_not_loaded(
 
 
 def count_prefixes(not_loaded: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
-    """Counts the entries that are not loaded by prefix: the shortest prefix under which no entry was asked for."""
+    """Counts the entries that are not loaded, by the shortest prefix under which no entry was asked for."""
     # A prefix of a name that was asked for would blame a part that the load does read.
     met = {prefix for name in asked for prefix in _prefixes(name)}
     return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in not_loaded)
@@ -158,12 +157,11 @@ def _prefixes(name: str) -> Iterator[str]:
 
 def _has_content(entry: STORAGE_TYPES) -> bool:
     """Whether a load can ask for the entry: DCP's planners plan no read of a tensor without elements."""
-    # DCP's planners plan no read of a tensor without elements, so that it would always count as not loaded.
     return not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
 
 
 REMIND_S = 100.0
-"""How often a rank that reads renews the pins on the nodes that it reads from: they end after minutes without a read."""
+"""How often a rank renews its pins on the nodes that it reads from. Without that, a pin ends after minutes."""
 
 
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
@@ -175,10 +173,10 @@ _TRANSFORMED = (
 
 
 class LoadAttempt:
-    """One load on one rank: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, `read_items`.
+    """One load on one rank. Its steps: `meet`, `read_metadata`, `prepare`, `plan`, `share` (coordinator), `read_items`.
 
-    If only this rank fails while the ranks meet and read the metadata, its error is kept. `prepare` raises it, because
-    DCP sends the errors of that step to all ranks. One thread.
+    If only this rank fails in the first two steps, its error is kept. `prepare` raises it, because DCP sends the errors of
+    that step to all ranks. One thread.
     """
 
     def __init__(
@@ -188,8 +186,8 @@ class LoadAttempt:
         keep_report: Callable[[LoadReport], None],
         max_tries: int | None = None,
     ) -> None:
-        """`keep_report` is called with this rank's report once it has read, and at the coordinator again with those of
-        all ranks.
+        """`keep_report` is called with this rank's report after the read, and again once all ranks have read. At the
+        coordinator the second one has the reports of all ranks.
 
         `max_tries`: "latest" skips a checkpoint that was restored this many times without a later save.
         """
@@ -198,7 +196,7 @@ class LoadAttempt:
         self._given_id = given_id
         self._keep_report = keep_report
         self._started_at = time.monotonic()
-        self._own_load_id = uuid.uuid4().hex  # of a process alone; a conversion reads many times, and is one load
+        self._own_load_id = uuid.uuid4().hex  # of a load on one process; a conversion reads many times in one load
         self._found: Survey | None = None
         self._failure: BaseException | None = None
         self._silent: set[str] = set()
@@ -221,8 +219,8 @@ class LoadAttempt:
         id.
 
         Raises:
-            ReplicatedCkptError: on every rank alike. `prepare` raises an error of this rank alone. It also raises an
-                error of all ranks if one of them is in DCP's first step, in which DCP waits for each rank.
+            ReplicatedCkptError: on every rank alike. `prepare` raises an error of this rank alone instead. If a rank is
+                in DCP's first step, `prepare` raises every error, because DCP waits there for all ranks.
         """
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
@@ -236,7 +234,7 @@ class LoadAttempt:
             if not exc.in_step:
                 raise exc.error from None
         except BaseException as exc:
-            # The others go on into DCP's first step, and would wait there: `prepare` raises it, where DCP gathers errors.
+            # The other ranks go on into DCP's first step, and wait there for this one: `prepare` raises the error there.
             self._failure = exc
             if world.blackboard is None:
                 raise
@@ -244,7 +242,7 @@ class LoadAttempt:
 
     def _keep_here(self, save: SaveFound) -> None:
         """Locks the save's files here against removal by any process: not only the agent removes files."""
-        # None: nothing of it lies here, or it was removed a moment ago; then the bytes come from a peer.
+        # None: the save has no files here, or they were removed a moment ago. The bytes then come from a peer.
         version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
         if version is not None:
             self._let_go()
@@ -262,7 +260,7 @@ class LoadAttempt:
             raise
 
     def let_go(self) -> None:
-        """Releases the lock on this load's files here, and the cache of a rank that did not get as far as reading."""
+        """Releases the lock on this load's files here. Closes this rank's cache if the load ended before it read."""
         with ExitStack() as stack:
             self._take_cache(stack)
         self._let_go()
@@ -320,8 +318,8 @@ class LoadAttempt:
         self._stored.describe(None)
 
     def plan(self, plan: LoadPlan, *, keeps_items: bool) -> LoadPlan:
-        """The plan, with the windows that this rank would fetch from other nodes, checked as ReplicatedReader specifies
-        it.
+        """The plan, with the windows that this rank would fetch from other nodes. Checks it as
+        ReplicatedReader.prepare_local_plan.
 
         `keeps_items`: no planner or reader of this load reads the items before `read_items`, so the items stay on this
         rank.
@@ -371,8 +369,8 @@ class LoadAttempt:
             raise ShardLost(found.checkpoint_id, owners, searched, is_latest)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
-        """The windows that this rank would fetch from elsewhere, and that other ranks of its node may need, too; and
-        silent nodes.
+        """For the coordinator: the windows that this rank would fetch from other nodes, and the nodes that it found silent.
+        None: there are neither, or the ranks share nothing.
 
         This rank's cache exists when this returns: other ranks get its name with the plan, and need not wait for the
         file.
@@ -408,11 +406,11 @@ class LoadAttempt:
             stack.callback(self._parts.bucket.close)
             cache = self._take_cache(stack)
             stack.callback(self.let_go)
-            # Again, after `meet`: a save that was published here in between is locked, too.
+            # Again: a save that was published here after `meet` must be locked, too.
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
-            # A node that hung during the metadata would hang again: its time-out is paid once.
+            # A node that was silent for the metadata would be silent again: its time-out is paid once.
             reader.findings.silent |= self._silent | self._find_silent_elsewhere(plan.storage_data)
             self._parts.bucket.share_timeout(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
@@ -463,7 +461,7 @@ class LoadAttempt:
             traffic.seconds_by_node,
         )
         self._keep_report(report)
-        # Called without DCP around it, or on a torch whose last step cannot be followed: no outcome of others comes.
+        # Outside of DCP, or on a torch whose last step cannot be followed, no other rank's outcome arrives.
         if not self._is_followed:
             self._report_loaded(report, [report])
 

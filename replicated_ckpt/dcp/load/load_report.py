@@ -1,4 +1,4 @@
-"""The report of one load: each rank has its own, and rank 0 those of all ranks."""
+"""The report of one load. Each rank has its own; rank 0 has those of all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,11 +17,11 @@ class LoadReport:
     `bytes_local`, `bytes_peer` and `bytes_object` count the blocks that this rank read from its own store, from peers and
     from the bucket. `bytes_shared` counts the bytes, not blocks, that another rank of this node had fetched.
 
-    `seconds_by_node`: of reading from each node, this one and the bucket ("object-store") included, in all threads
-    together. `load_id`: the same on all ranks of the load.
+    `seconds_by_node` has the seconds of reading from each node, including this one and the bucket ("object-store"),
+    summed over all threads. `load_id` is the same on all ranks of the load.
 
-    `phases` has seconds. `plan` is the time until this rank may read, with the wait for other ranks; `read` is the time
-    of reading. On rank 0, `ranks` has the reports of all ranks in order, once all have read.
+    `phases` has seconds: `plan` until this rank may read, including the wait for other ranks; then `read`. On rank 0,
+    `ranks` has the reports of all ranks in order, once all have read.
     """
 
     checkpoint_id: str
@@ -52,8 +52,8 @@ class LoadReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoadReport":
-        """One rank's report from `as_dict`, without those of other ranks; unknown fields of another version are ignored."""
-        # Ranks of two releases may load together: each skips the other's new fields.
+        """One rank's report from `as_dict`, without those of other ranks. Unknown fields are ignored."""
+        # Ranks of two releases may load together.
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**{**known, "bad_copies": tuple(known["bad_copies"]), "ranks": ()})
 
@@ -101,7 +101,7 @@ class LoadReport:
 
 
 def report_to_agent(report: LoadReport, ended_unix_s: float) -> RankReport:
-    """This rank's part in a load that has succeeded on all ranks; at rank 0 with those of all ranks."""
+    """This rank's report to its agent, of a load that all ranks have ended; on rank 0 with the reports of all ranks."""
     plan_s, read_s = (report.phases.get(name, 0.0) for name in PHASES)
     sizes = {name: getattr(report, f"bytes_{name}") for name in ("local", "peer", "object", "shared")}
     return RankReport(

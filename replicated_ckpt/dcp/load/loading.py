@@ -1,5 +1,7 @@
-"""One rank's loading: goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
+"""One rank's loading: its windows in order, fetched ahead from other nodes, and the items in them."""
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,13 +18,147 @@ from replicated_ckpt.core.reading.windows import (
     in_order,
     windows_of,
 )
-from replicated_ckpt.dcp.load.fetch_ahead import FetchAhead
 from replicated_ckpt.dcp.load.item_reader import Feed, ItemReader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
-from replicated_ckpt.errors import ShardLost, StoreError
+from replicated_ckpt.errors import ReplicatedCkptError, ShardLost, StoreError
 from replicated_ckpt.stores.node_cache.exchange import Exchange
+from replicated_ckpt.stores.threads import start_worker
+
+THREADS = 3
+BUFFERS = 5
+"""Buffers of 4 MiB. Each has one window, which is being fetched or waits to be used."""
+_PULSE_S = 0.5
+STOP_WITHIN_S = 1.0
+
+
+class FetchAhead:
+    """Fetches windows in their order, on threads of its own. Windows that other ranks of the node need, too, go through
+    this rank's cache.
+
+    One thread takes the windows, each once and in order.
+    """
+
+    def __init__(
+        self, reader: ShardReader, windows: Sequence[Window], numbers: Mapping[Window, int], exchange: Exchange | None
+    ) -> None:
+        """`numbers`: the number in the cache of each window that goes through it."""
+        self._reader = reader
+        self._windows = list(windows)
+        self._numbers = numbers
+        self._exchange = exchange
+        self._next = 0
+        self._changed = threading.Condition()
+        self._buffers: list[memoryview] | None = None
+        self._lent: dict[Window, memoryview] = {}
+        self._results: dict[Window, memoryview | BaseException] = {}
+        self._reads_under_way = 0
+        self._failure: BaseException | None = None
+        self._is_stopped = False
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(min(THREADS, len(windows))):
+                self._threads.append(start_worker(self._work, name="replicated_ckpt-fetch"))
+        # If a thread cannot start, as at a process limit, those that already run must end.
+        except BaseException:
+            self.stop()
+            raise
+
+    def take_window(self, window: Window) -> memoryview:
+        """The window's verified bytes, valid until `release`. Raises the error of its fetch."""
+        with self._changed:
+            while window not in self._results:
+                if self._failure is not None:
+                    raise self._failure
+                # While this rank waits, the others must see that it lives. Otherwise they stop using its cache.
+                if self._exchange is not None and self._reads_under_way:
+                    self._exchange.pulse()
+                self._changed.wait(_PULSE_S)
+            found = self._results.pop(window)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def release(self, window: Window) -> None:
+        """Frees the memory of a taken window for another window."""
+        with self._changed:
+            memory = self._lent.pop(window, None)
+            if memory is not None and self._buffers is not None:
+                self._buffers.append(memory)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Stops fetching. A thread that waits for a node ends when the node answers, or when its time-out passes."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        # Bounded: a thread may hang in a peer's time-out, and the load's error must not wait for that.
+        until = time.monotonic() + STOP_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        # A source is used by one thread at a time: each thread has connections of its own.
+        reader = self._reader.sibling()
+        try:
+            while (task := self._next_task()) is not None:
+                self._fetch(reader, *task)
+        except BaseException as exc:  # noqa: BLE001 - raised by the thread that takes the windows
+            with self._changed:
+                self._failure = exc
+                self._changed.notify_all()
+        finally:
+            reader.close()
+
+    def _next_task(self) -> tuple[Window, memoryview | None] | None:
+        """The next window, with memory for it unless it goes into the cache. The earliest window gets memory first."""
+        with self._changed:
+            # Allocated at the first task, so that a rank that fetches nothing does not take 20 MiB.
+            if self._buffers is None:
+                self._buffers = [memoryview(bytearray(CELL_BYTES)) for _ in range(BUFFERS)]
+            while not self._is_stopped and self._next < len(self._windows):
+                # Never skip ahead to a later window: the reader waits for the earliest, and would starve.
+                window = self._windows[self._next]
+                if window in self._numbers or self._buffers:
+                    self._next += 1
+                    if window in self._numbers:
+                        return window, None
+                    self._lent[window] = self._buffers.pop()
+                    return window, self._lent[window]
+                self._changed.wait()
+        return None
+
+    def _fetch(self, reader: ShardReader, window: Window, memory: memoryview | None) -> None:
+        if self._exchange is None or window not in self._numbers:
+            self._put_result(window, self._read(reader, window, memory))
+            return
+        number = self._numbers[window]
+        # Other ranks may still read the slot's earlier window.
+        if not self._exchange.wait_for_slot(number, lambda: self._is_stopped):
+            return
+        found = self._read(reader, window, self._exchange.slot(number))
+        # On failure, too: the ranks that wait for this window then read it themselves.
+        given = self._exchange.put_piece(number, found if isinstance(found, memoryview) else None)
+        self._put_result(window, given if isinstance(found, memoryview) else found)
+
+    def _put_result(self, window: Window, found: memoryview | BaseException) -> None:
+        with self._changed:
+            self._results[window] = found
+            self._changed.notify_all()
+
+    def _read(self, reader: ShardReader, window: Window, memory: memoryview | None) -> memoryview | BaseException:
+        with self._changed:
+            self._reads_under_way += 1
+        try:
+            return reader.read_range(window.shard, window.offset, window.length, memory)
+        # Raised only when this window is taken: the rank can still use the windows before it.
+        except ReplicatedCkptError as exc:
+            return exc
+        finally:
+            with self._changed:
+                self._reads_under_way -= 1
+
 
 FeedWindow = Callable[[Window, memoryview], None]
 PlaceOf = Callable[[Window], memoryview | None]
@@ -84,10 +220,10 @@ class ShardItems:
         self._open: list[tuple[Wanted, Feed]] = []
 
     def place_of(self, window: Window) -> memoryview | None:
-        """The target memory for the whole next window, if it is contiguous: the window may be read into it, and then
-        taken.
+        """The part of a target tensor that the next window fills, so that the window can be read into it. None: there is
+        none, and any memory will do.
         """
-        # Another item begins in the window: its bytes do not belong into this one's tensor.
+        # Another item begins in the window, and its bytes do not belong in this item's tensor.
         is_next = self._next < len(self._wanted) and self._wanted[self._next].info.offset < window.end
         if is_next or len(self._open) != 1:
             return None
@@ -140,8 +276,8 @@ class ShardItems:
             feed.finish_feed()
 
     def _whole(self, one: Wanted) -> Callable[[], memoryview]:
-        """Reads all of an item of which only a part was wanted, into memory of its own, because the window is still in
-        use.
+        """A function that reads the whole item, although only a part was wanted. It uses memory of its own, because the
+        window is still in use.
         """
 
         def read() -> memoryview:
@@ -163,8 +299,8 @@ class Loading:
     def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow, place_of: PlaceOf) -> None:
         """Passes each window, verified, to `feed`, in order. Its memory is valid during the call.
 
-        A window of the node's own disk is read into its `place_of`, if there is one. If it fails its check, that memory
-        becomes zeros.
+        A window of the node's own disk is read into its `place_of`, if there is one. If the window fails its check, that
+        memory becomes zeros.
 
         Raises:
             ShardLost: no intact copy is left. And any error of `feed`. When it raises, no thread is left that the load
@@ -184,7 +320,7 @@ class Loading:
                         ahead.release(window)
                     else:
                         feed(window, read(window.shard, window.offset, window.length, place_of(window)))
-                    # Long work on local windows is not silence: the other ranks must not give this one up.
+                    # During long work on local windows, too: the other ranks must not take this one for dead.
                     self._pulse()
         except BaseException:
             if self._exchange is not None:
@@ -195,7 +331,7 @@ class Loading:
             ahead.stop()
         if self._exchange is not None:
             self._exchange.leave()
-            # The cache's file goes when every rank that shares it has opened it: too early, and a late rank finds none.
+            # The cache's file may be removed only after every rank that shares the cache has opened it.
             self._exchange.wait_until_opened()
 
     def _pulse(self) -> None:
@@ -218,15 +354,15 @@ class Loading:
         return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
     def _read_shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
-        """Feeds windows that several ranks of the node need, from the rank that fetched them. If that fails, reads them
-        again.
+        """Feeds windows that several ranks of the node need, from the rank that fetched them. If that rank failed, reads
+        them itself.
         """
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
         raw = _take_fetched(hull, windows, ahead) if is_own else exchange.take_piece(unit)
         for window in windows:
-            # The rank that fetches has failed or hangs: each reads for itself, from any copy that is left.
+            # The rank that fetches failed or hangs: this rank reads from any copy that is left.
             if raw is None:
                 feed(window, self._reader.read_range(window.shard, window.offset, window.length))
             else:
@@ -239,13 +375,13 @@ class Loading:
 
 
 def _take_fetched(hull: Window, windows: Sequence[Window], ahead: FetchAhead) -> memoryview | None:
-    """A window that this rank has fetched for several ranks. None: a block of it is lost, perhaps one that no rank
-    needs.
+    """A window that this rank has fetched for several ranks. None: the window has a lost block, which this rank may not
+    need.
     """
     try:
         return ahead.take_window(hull)
     except ShardLost:
-        # This rank needs every block of it: none is left to try.
+        # This rank needs every block of the window, so the load fails.
         if {block for window in windows for block in window.blocks}.issuperset(hull.blocks):
             raise
         return None

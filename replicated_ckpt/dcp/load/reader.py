@@ -88,7 +88,7 @@ class ReplicatedReader(StorageReader):
         self.config = ReaderConfig(None if root is None else check_root(root), object_store, lineage)
         self.last_load: LoadReport | None = None
         self.max_tries: int | None = None
-        """Of the next load of "latest": it skips a checkpoint that was restored so often without a later save."""
+        """For the next load of "latest": it skips a checkpoint that was restored this many times without a later save."""
         self._process_group = process_group
         self._no_dist = no_dist
         target = ObjectTarget.check_given(object_store, storage_options)
@@ -105,7 +105,7 @@ class ReplicatedReader(StorageReader):
         )
         self._attempt_by_thread: dict[int, LoadAttempt] = {}
         self._attempt = self._begin(None)
-        # Without it the other ranks of this host could not see this one die before its first load.
+        # Otherwise other ranks of this host could not notice the death of this rank before its first load.
         if not no_dist:
             announce()
 
@@ -139,8 +139,7 @@ class ReplicatedReader(StorageReader):
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a committed checkpoint of this id is in any store. The same on every rank; all ranks must call it.
 
-        A test of the node's own disk would have another result on each node. A checkpoint that is no longer complete
-        exists, too.
+        A test of the node's own disk could differ between nodes. A checkpoint that is no longer complete exists, too.
 
         Raises:
             StoreUnavailable: none was found, but not all stores were reached. Other ReplicatedCkptErrors, on every rank
@@ -194,10 +193,10 @@ class ReplicatedReader(StorageReader):
         """
         given_id = self._given_id if checkpoint_id is None else checkpoint_id
         self._given_id = given_id
-        # The load before may have failed in the middle: its lock would keep that checkpoint for ever.
+        # The previous load may have failed in the middle: its lock would keep that checkpoint for ever.
         self.let_go()
         self._attempt = self._begin(given_id)
-        # Outside of a DCP call no other rank meets this one: `reset` by hand only names the checkpoint.
+        # Outside of a DCP call no other rank takes part: `reset` by hand only sets the id.
         if find_call() is not None:
             try:
                 self._meet()
@@ -216,8 +215,8 @@ class ReplicatedReader(StorageReader):
 
         Outside of a load it works for this process alone, whatever process group exists, and waits for no rank.
 
-        When DCP calls it, it raises no error: `set_up_storage_reader` raises the error, or any earlier access to the
-        metadata. DCP would treat an error here as a sign of metadata on every rank, and raise an AssertionError.
+        When DCP calls it, it raises no error. DCP would conclude from an error that each rank has metadata of its own,
+        and raise an AssertionError. `set_up_storage_reader`, or an earlier access to the metadata, raises it instead.
 
         Raises:
             ReplicatedCkptError: as above.
@@ -225,10 +224,10 @@ class ReplicatedReader(StorageReader):
         del args
         try:
             if "rank" not in kwargs and not self._find_own().is_met:
-                # No reset came first: DCP passes a checkpoint_id to it.
+                # DCP calls `reset` only if it was passed a checkpoint_id.
                 self._attempt = self._begin(self._given_id)
                 self._meet(in_step=find_call() is not None)
-            # The next load with the same reader must meet again, even if DCP calls no reset.
+            # The next load with this reader needs its own rendezvous, even if DCP calls no `reset`.
             self._under_way.is_met = False
             if find_call() is not None:
                 self._world.watch_call()
@@ -241,7 +240,7 @@ class ReplicatedReader(StorageReader):
             if find_call() is None:
                 raise
             return UnreadMetadata(exc)
-        # A look by hand: nothing reads shards after it, so nothing is kept.
+        # Called by hand: nothing reads shards afterwards, so the lock is released.
         self.let_go()
         return metadata
 
@@ -259,13 +258,12 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: names the shards without a copy. ManifestInvalid: metadata and manifest contradict each other.
         """
-        # A subclass may read the items in its own hooks: then they must travel with the plan.
+        # A subclass may read the items in its own hooks: then they must be sent with the plan.
         with self._under_way.reporting_failure():
             return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Chooses a fetcher for each window that several ranks of a node need from elsewhere, so that each is fetched
-        once.
+        """If several ranks of a node need the same window from another node, chooses one of them to fetch it for all.
 
         Warns of saved entries that no rank asks for, unless `expect_partial` is set.
         """
@@ -297,6 +295,6 @@ class ReplicatedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: a reader cannot be guessed from an id alone; DCP asks this only when no reader was passed."""
+        """False, so that DCP never chooses this reader by an id alone. DCP asks only if it was passed no reader."""
         del checkpoint_id
         return False

@@ -1,4 +1,4 @@
-"""Reading shards for one rank: each range from the best source; if that is damaged or silent, from the next one."""
+"""Reads shards for one rank: each range from the best source, or the next if that one is damaged or silent."""
 
 import copy
 import logging
@@ -42,12 +42,12 @@ _NO_AGENT = (
     "`replicated-ckpt agent --root ROOT`."
 )
 OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
-"""Open at once in one thread; more would keep descriptors and connections of shards that are done."""
+"""The most shards that one thread has open. More would keep descriptors and connections of finished shards."""
 
 
 @dataclass
 class Traffic:
-    """Bytes read by source, in whole blocks, bad ones included; and the copies that turned out to be bad.
+    """Bytes read by source, in whole blocks, including bad blocks. `bad_copies`: the copies that failed, with their errors.
 
     `bytes_shared`: bytes that another rank of this node had fetched. `seconds_by_node`: the time of reading from
     each node, summed over all threads.
@@ -70,7 +70,7 @@ class Findings:
         self._failed: dict[str, dict[str, str]] = {}
         self._suspects: set[tuple[str, str]] = set()
         self.silent: set[str] = set()
-        """Nodes that let a time-out pass."""
+        """Nodes that did not answer: another request would cost a time-out."""
         self.exchange: Exchange | None = None
 
     def count(self, node: str, own_node: str, size_bytes: int) -> None:
@@ -87,8 +87,8 @@ class Findings:
             self.traffic.seconds_by_node[node] = self.traffic.seconds_by_node.get(node, 0.0) + spent_s
 
     def record_finding(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
-        """Records that a copy failed. Returns whether this is the first time. `is_suspect`: its agent must read it
-        again.
+        """Records that a copy failed. Returns whether this is the first time. `is_suspect`: the node's
+        agent must read the copy again.
         """
         with self._lock:
             if is_suspect:
@@ -106,9 +106,7 @@ class Findings:
             return True
 
     def is_silent(self, node: str) -> bool:
-        """Whether a request to the node would time out again, by the experience of this rank or another rank of this
-        node.
-        """
+        """Whether the node did not answer this rank, or another rank of this node."""
         return node in self.silent or (self.exchange is not None and self.exchange.is_silent(node))
 
     def failures(self, shard: str) -> tuple[str, ...]:
@@ -116,7 +114,7 @@ class Findings:
             return tuple(self._failed.get(shard, {}).values())
 
     def suspects(self) -> list[tuple[str, str]]:
-        """The nodes and shards that turned out to be bad; each is returned once."""
+        """The (node, shard) pairs of bad copies that were found since the last call."""
         with self._lock:
             found = sorted(self._suspects)
             self._suspects.clear()
@@ -166,8 +164,8 @@ class ShardReader:
         return {shard: (*nodes, *self._with_other_sizes(shard, nodes)) for shard, nodes in orders.items()}
 
     def _with_other_sizes(self, shard: str, others: Sequence[str]) -> list[str]:
-        """Nodes whose file of the shard has another size. They are the last resort: its intact blocks may be the only
-        ones.
+        """Nodes whose file of the shard has another size. They are the last resort: such a file may have the only intact
+        copy of a block.
         """
         return [
             found.node_id for found in self._survey.holdings if shard in found.sizes and found.node_id not in others
@@ -193,7 +191,7 @@ class ShardReader:
 
     def _describe_lost(self, shard: str) -> ShardLost:
         save, searched = self._survey.found, [*self._survey.searched, *self.findings.failures(shard)]
-        # Another job may have replaced it in the bucket; a bucket that is silent would cost its time-out again.
+        # Another job may have replaced the save in the bucket. A silent bucket would cost its time-out again.
         if self._bucket is not None and self._survey.in_bucket is not None and not self.findings.is_silent(OBJECT_NODE):
             searched += describe_move(self._bucket, save.checkpoint_id, save.save_id)
         places = with_bucket_not_asked(searched, self._manifest)
@@ -203,7 +201,7 @@ class ShardReader:
         entry = self._manifest.shards[shard]
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [Source(node, expected, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
-        # The oldest first: shards are read in one order, so that no rank comes back to it.
+        # The oldest first: shards are read in one order, so the oldest is not needed again.
         while len(self._open) >= OPEN_SHARDS_MAX:
             self._open.pop(next(iter(self._open))).close()
         self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent, self._rebuilt)
@@ -221,7 +219,7 @@ class ShardReader:
             if survey.in_bucket.is_unmanaged:
                 return UnmanagedObjectShard(self._bucket, key, expected, self._unchecked_items(shard, node))
             return ObjectShard(self._bucket, key, expected)
-        # Its agent was silent: the survey has the holdings from its own ranks, and no address.
+        # The node's agent was silent: the survey has the holdings that its ranks posted, but no address.
         if node not in self._address_by_node:
             raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store", _NO_AGENT)
         client = AgentClient(self._address_by_node[node])
@@ -229,7 +227,7 @@ class ShardReader:
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected, is_preferred)
 
     def _is_preferred(self, shard: str, node: str) -> bool:
-        """Whether another node may serve the shard sooner."""
+        """Whether a slow read from the node should end early, because another node has the shard."""
         return len(self._nodes_by_shard[shard]) > 1 and not self.findings.is_silent(node)
 
     def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
@@ -239,7 +237,7 @@ class ShardReader:
         return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
 
     def _unchecked_items(self, shard: str, node: str) -> UncheckedItems:
-        """One object for all siblings, so that an item is checked only once."""
+        """The items of this copy that were not checked yet. All siblings share them, so each item is checked once."""
         key = shard, node
         if key not in self._unchecked:
             # setdefault: siblings run in threads of their own.
@@ -260,7 +258,7 @@ class ShardReader:
         A node that is silent, or stops answering, is skipped from then on, so all together cost one time-out.
         """
         save, shards_by_node = self._survey.found, dict[str, list[str]]()
-        # `findings` leave out this node's agent, whose disk is read all the same.
+        # `findings` omit this node even if its agent is silent, because its disk is read without the agent.
         silent = {*self.findings.silent, *self._survey.silent}
         for node, shard in self.findings.suspects():
             if node in self._address_by_node and node not in silent:

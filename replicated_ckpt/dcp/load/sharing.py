@@ -20,7 +20,7 @@ class RemoteNeeds:
     """The windows that a rank needs and its node lacks. They go to the coordinator in `LoadPlan.storage_data`.
 
     `cache` is the name of the rank's cache, which exists by now. With None the rank shares nothing: it needs no remote
-    windows, or its cache could not be made. `silent` are nodes that let a time-out pass while the rank read the metadata.
+    windows, or its cache could not be made. `silent` are nodes that timed out while the rank read the metadata.
     """
 
     node_id: str
@@ -55,7 +55,7 @@ def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadP
     sharing_by_rank: dict[int, NodeSharing] = {}
     for needs_by_rank in ranks_by_node.values():
         units = plan_shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
-        # A rank that takes nothing joins no exchange: the others would wait for its signs of life.
+        # A rank that takes nothing joins no exchange: otherwise the others would wait for its signs of life.
         takers = sorted({taker for unit in units for taker in unit.takers})
         sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in takers}, tuple(units), silent)
         sharing_by_rank |= dict.fromkeys(takers, sharing)
@@ -68,7 +68,7 @@ def join_exchange(
 ) -> Exchange | None:
     """This rank's part in `sharing`; None if its plan was changed after the units were made from it."""
     # A planner may change a plan in finish_plan: other ranks would then wait for windows that this one never fetches.
-    if not _is_met(sharing.units, rank, windows):
+    if not _matches_units(sharing.units, rank, windows):
         log.warning("rank %d reads only for itself: its plan changed after the ranks had agreed on it", rank)
         return None
     others = {}
@@ -81,7 +81,7 @@ def join_exchange(
     return exchange
 
 
-def _is_met(units: Sequence[Unit], rank: int, windows: Iterable[Window]) -> bool:
+def _matches_units(units: Sequence[Unit], rank: int, windows: Iterable[Window]) -> bool:
     """Whether a rank that reads `windows` needs exactly what the units assume."""
     hull_by_cell = {unit.window.cell: unit.window for unit in units if rank in unit.takers}
     met = set()

@@ -1,1 +1,1 @@
-"""The memory tier: every checkpoint in the memory of its node and of the buddy, some of them on disks."""
+"""The memory tier: each checkpoint in the memory of its node and of a buddy; some of them on disks, too."""

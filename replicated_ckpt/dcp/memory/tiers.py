@@ -1,4 +1,4 @@
-"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves also go to the disk."""
+"""The two tiers of one run: the options of each, the newer of their checkpoints, and the saves that also go to the disk."""
 
 import contextlib
 import logging
@@ -24,15 +24,15 @@ from replicated_ckpt.wording import is_shortage
 log = logging.getLogger(__name__)
 
 GENERATIONS = 2
-"""Checkpoints that the memory tier keeps; the one being written comes on top."""
+"""How many checkpoints the memory tier keeps, in addition to the one being written."""
 _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_retention", "retention")
 
 
 def is_of_tier(error: CheckpointException) -> bool:
-    """Whether a load may continue with the other tier: stored bytes failed, not the state or the caller's limits.
+    """Whether a load may try the other tier: its error is about stored data, not about the caller's state or limits.
 
-    False if a rank is short of descriptors or memory: the tier's data may be intact, and newer. The same on all ranks,
-    because each has the errors of all.
+    False if a rank is short of descriptors or memory: this tier's data may be intact, and newer. The result is the same
+    on all ranks, because each has the errors of all.
     """
     # Another class is the user's own error, as of a state that does not fit: another tier would not help.
     ours = [each for each, _ in error.failures.values() if isinstance(each, ReplicatedCkptError)]
@@ -42,7 +42,7 @@ def is_of_tier(error: CheckpointException) -> bool:
 
 
 def is_older(version: Version, others: list[Version]) -> bool:
-    """Whether one of the others is newer; compared by the clock if it is of another lineage."""
+    """Whether one of the others is newer: by sequence in the same lineage, otherwise by the clock."""
     return any(
         other.sequence > version.sequence
         if other.lineage == version.lineage
@@ -63,8 +63,8 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, Any]:
-    """Each option that counts checkpoints counts those on the disk. 1 stays 1, because some saves go to the disk out of
-    turn.
+    """The options with intervals in saves of the run, not in checkpoints on the disk. 1 stays 1, because some saves go to
+    the disk out of turn.
     """
     given = {**options}
     if options.get("object_store") is not None:
@@ -77,15 +77,13 @@ def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, An
 
 
 def _count_saves(every: int, disk_every: int) -> int:
-    """As a number of the run's saves: those are each `every`-th save that goes to the disk."""
+    """The interval, in saves of the run, of each `every`-th save that goes to the disk."""
     return every if every == 1 else every * disk_every
 
 
 class DiskSaveCount:
-    """Every `every`-th save goes to the disk, by its sequence. If a save did not reach the disk, the next one goes
-    there.
-
-    The cause does not matter: an error, or the end of all trainers between the two tiers.
+    """Decides which saves go to the disk: each whose sequence is a multiple of `every`. If such a save did not reach the
+    disk, for example because all trainers ended, the next save goes there.
     """
 
     def __init__(self, every: int) -> None:
@@ -97,11 +95,11 @@ class DiskSaveCount:
         self._newest = {lineage: history.sequence for lineage, history in on_disk.items()}
 
     def is_due(self, saved: Version) -> bool:
-        """Whether a save in memory is due for the disk: it has no save from the last multiple of `every` on."""
+        """Whether a save in memory must go to the disk, because the disk has no save since the last multiple of `every`."""
         return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
 
     def record_disk_save(self, on_disk: Version) -> None:
-        """Records that the disk has it."""
+        """Records a save that is on the disk."""
         self._newest[on_disk.lineage] = on_disk.sequence
 
 
@@ -118,8 +116,8 @@ def join_left_tier(
     these stores.
 
     A job that uses that tier again then loads the saves made meanwhile, instead of the tier's older state. Called by
-    all ranks of the group, before the first save. Logs if the tier has newer checkpoints than the stores. Returns what
-    each of the stores holds, on all ranks' nodes.
+    all ranks of the group, before the first save. Logs if the tier has newer checkpoints than the stores. Returns
+    the histories of each store on all ranks' nodes.
     """
     scope = scope_of(checkpoint_id)
     told = agree_on_all(
@@ -138,7 +136,7 @@ def join_left_tier(
         return by_store
     if left[lineage].sequence > held.get(lineage, History(0)).sequence:
         log.warning(_LEFT, stores[0].root, _root_of_left(stores[0], in_use) or "another node's memory")
-    # Only a run that goes on here: a new one must not take over a lineage that it never loaded.
+    # Only for a run that continues here: a new run must not take over a lineage that it never loaded.
     if seen is not None or lineage in held:
         join_lineages(stores, checkpoint_id, newest_version(left, lineage))
     return by_store

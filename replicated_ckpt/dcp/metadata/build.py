@@ -1,4 +1,4 @@
-"""Builds DCP's Metadata from the tree of a `.metadata`, with every part of the type that DCP and the reader rely on."""
+"""Builds DCP's Metadata from the tree of a `.metadata`, and checks the types on which DCP and the reader rely."""
 
 import copyreg
 import pickle
@@ -37,25 +37,25 @@ from replicated_ckpt.dcp.runtime.torch_private import (
 )
 
 COMMON_FIELDS = 5
-"""Every supported torch reads and writes these: dtype, layout, requires_grad, memory format, pin_memory. Source: torch 2.7
-to 2.15, `TensorProperties.__getstate__`. torch up to 2.13 refuses a state of more."""
+"""The fields that every supported torch reads and writes: dtype, layout, requires_grad, memory format, pin_memory. torch up
+to 2.13 refuses a state with more. Source: torch 2.7 to 2.15, `TensorProperties.__getstate__`."""
 
 
 def known_fields(kind: type) -> int:
-    """The number of fields that this torch writes, and reads, of a class of properties."""
+    """The number of fields that this torch writes and reads for a class of properties."""
     return len(kind().__getstate__())
 
 
 def reduction_for_all(metadata: Metadata) -> Callable[[TensorProperties], Any]:
-    """How to pickle the properties in `metadata`: without the fields that older versions lack, if these are empty."""
+    """A function that pickles the properties in `metadata`. It omits fields that older versions lack, if they are empty."""
     if known_fields(TensorProperties) == COMMON_FIELDS:
         return _reduce_whole
     can_cut: dict[int, bool] = {}
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             key = id(entry.properties)
-            # Several tensors may share one object: it is cut only if that loses nothing for any of them.
-            can_cut[key] = can_cut.get(key, True) and _says_nothing_more(entry)
+            # Several tensors may share one object, so fields are cut only if no tensor loses any.
+            can_cut[key] = can_cut.get(key, True) and _has_only_common(entry)
 
     def reduce(properties: TensorProperties) -> Any:
         if not can_cut.get(id(properties), False):
@@ -74,8 +74,8 @@ def _state_of(properties: Any) -> Sequence[Any]:
     return state
 
 
-def _says_nothing_more(entry: TensorStorageMetadata) -> bool:
-    """Whether the fields beyond the common ones are empty, or strides of contiguous memory, of a whole or a shard."""
+def _has_only_common(entry: TensorStorageMetadata) -> bool:
+    """Whether the fields beyond the common ones are empty, or have only the strides of a contiguous tensor or chunk."""
     strides, *others = _state_of(entry.properties)[COMMON_FIELDS:]
     if any(other is not None for other in others):
         return False
@@ -95,7 +95,7 @@ _KNOWN: dict[Key, Any] = {
     },
     (_FILESYSTEM, "_StorageInfo"): StorageInfo,
     (_FILESYSTEM, "_StoragePrefix"): StoragePrefix,
-    # Older versions of torch had other classes, of the same fields; their checkpoints still name them.
+    # Checkpoints of older torch versions name other classes with the same fields.
     (_OLD, "TensorProperties"): OldTensorProperties,
     (_OLD, "MEM_FORMAT_ENCODING"): OldMemoryFormat,
     ("torch", "Size"): torch.Size,
@@ -113,13 +113,13 @@ _FILLED_AT_ONCE = (set, frozenset, OrderedDict)
 _SIZE, _TENSOR, _CHUNK = ("torch", "Size"), (_DCP, "TensorStorageMetadata"), (_DCP, "ChunkStorageMetadata")
 _INDEX, _INFO = (_DCP, "MetadataIndex"), (_FILESYSTEM, "_StorageInfo")
 _METADATA_FIELDS = frozenset(one.name for one in fields_of(Metadata))
-"""Fields that only a newer torch has are left out if this one lacks their classes: nothing here would use them."""
+"""This torch's fields. Any other field comes from a newer torch, and is left out if its classes are unknown here."""
 _INT_MAX = (1 << 63) - 1  # torch.Size takes no larger number
 _NAME_CHARACTERS = 200
 COLLISIONS_MAX = 64  # more offsets with one hash make a dictionary slow: a denial of service
 DIMENSIONS_MAX = 64
 _LEAN_WEIGHT = 64
-"""The weight up to which a part that nothing relies on costs no steps."""
+"""Up to this weight, a part that this package does not use costs no steps."""
 _STEPS_MIN = 1 << 22
 Instance = TypeVar("Instance")
 
@@ -134,7 +134,7 @@ def build_metadata(tree: Any, size_bytes: int, registered: Mapping[Key, type]) -
 
 
 def _complete(found: Any) -> None:
-    """Adds missing fields to an instance of DCP's: an older torch had fewer, and code that shows or writes it needs all."""
+    """Adds the fields that an older torch did not have to a StorageMeta: code that prints or writes it needs all."""
     if type(found) is not StorageMeta:
         return
     for one in fields_of(found):
@@ -147,8 +147,8 @@ def _complete(found: Any) -> None:
 class _Builder(Values):
     """Makes one Metadata.
 
-    Parts that may number millions are made here, each once, in the way of picklers, without a call of their class. More
-    than one look at a node costs steps: there are `_STEPS_MIN`, and one for each byte of the pickle.
+    Parts of which there may be millions are made once each, without a call of their class. Each further visit of a node
+    costs steps, of which there are `_STEPS_MIN` and one for each byte of the pickle.
     """
 
     def __init__(self, size_bytes: int, registered: Mapping[Key, type]) -> None:
@@ -183,20 +183,20 @@ class _Builder(Values):
         return found
 
     def make(self, node: Made) -> Any:
-        # Filled from a list, these hash its elements before any other check.
+        # These classes hash the elements of a list before any other check.
         if self.find(key_of(node.called)) in _FILLED_AT_ONCE:
             for items in node.arguments:
                 self.check_keys(items if type(items) is list else ())
         return super().make(node)
 
     def _spend(self, steps: int) -> None:
-        # A small pickle can expand to a huge value by repeating parts: work is bounded by its size.
+        # A small pickle can expand to a huge value by repeating parts, so its size bounds the work.
         self._steps_left -= steps
         if self._steps_left < 0:
             raise PickleUnsafe("repeats its parts beyond the limit, or has keys that would take too long to hash")
 
     def _anything(self, node: Any) -> Any:
-        """The value of a node that nothing of ours relies on."""
+        """The value of a node that this package does not use."""
         if type(node) not in LEAVES and id(node) not in self._known:
             self._spend(max(0, check_bounds(node, self._size_bytes) - _LEAN_WEIGHT))
         return self.of(node)
@@ -207,7 +207,7 @@ class _Builder(Values):
         fields = dict(self._attributes(tree, (_DCP, "Metadata")))
         described, places = (fields.pop(name, None) for name in ("state_dict_metadata", "storage_data"))
         if type(described) is not Pairs or type(places) is not Pairs:
-            raise PickleUnsafe("describes no state dict, or no place of its items")
+            raise PickleUnsafe("has no state dict, or no places of its items")
         attributes: dict[str, Any] = {}
         for name, node in fields.items():
             # A newer torch may add fields with classes that this one cannot name.
@@ -261,7 +261,7 @@ class _Builder(Values):
     def _make(
         self, node: Made, kind: type[Instance], fields: Mapping[str, Any], attributes: dict[str, Any]
     ) -> Instance:
-        """The instance of a node, with these attributes and any further ones of a newer torch."""
+        """The instance of a node, with these attributes and any that a newer torch has added."""
         if len(fields) > len(attributes):
             others = {name: self._anything(value) for name, value in fields.items() if name not in attributes}
             attributes = others | attributes
@@ -318,7 +318,7 @@ class _Builder(Values):
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0 or type(path) is not str:
             raise PickleUnsafe("has an item that lies in no shard")
         found = self._is_shard.get(path)
-        # Remembered by path: there are few shards and millions of items.
+        # Cached by path: there are few shards, and millions of items.
         if found is None:
             found = self._is_shard[path] = is_shard_path(path)
         # A path could lead out of the checkpoint's directory.
@@ -342,7 +342,7 @@ class _Builder(Values):
         return size
 
     def _size_of(self, numbers: tuple[Any, ...]) -> torch.Size:
-        """Bounds how many sizes hash alike, so that no dictionary of them gets slow."""
+        """The size with these numbers. Bounds how many sizes hash alike, so that no dictionary of them gets slow."""
         if len(numbers) > DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
             raise PickleUnsafe("has a size that is not made of numbers")
         size = torch.Size(numbers)

@@ -1,6 +1,6 @@
-"""`.metadata` as columns, with names once and numbers as int64, which are read in place of its pickle.
+"""`.metadata` as columns: each name once, and numbers as int64. A load reads them in place of the pickle.
 
-Objects, and tensors with a chunk that has no place or several, stay in a smaller pickle, the rest. Layout, little endian:
+Objects, and tensors whose chunks do not have one place each, stay in a smaller pickle, "the rest". Layout, little endian:
 
     the pickle, then zeros up to a multiple of 8
     8s   magic              b"RCKCOL1\\n"
@@ -50,14 +50,14 @@ Numbers = npt.NDArray[np.int64]
 
 
 class ColumnsInvalid(ValueError):
-    """These bytes are not the columns of that pickle. Nothing is lost: the pickle has the same contents."""
+    """The bytes are not the columns of this pickle. Nothing is lost, because the pickle has the same contents."""
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
-    """The place of each item, made when it is looked up; all are made by the first walk through them, or change.
+    """The place of each item. A look-up makes one place; the first iteration or change makes all.
 
-    A program may use it as the dictionary that stock DCP has here: changes to its values stay, and changes to the
-    tensors' chunks do not reach it. Copied or pickled it is a dictionary. The hint of an index is the number of its
+    A program may use this object like the dictionary that stock DCP has here: changes to its values stay, and changes to
+    the tensors' chunks do not affect it. A copy or pickle is a dictionary. The hint of an index is the number of its
     chunk, as DCP's global plan sets it. Several threads may look up at once.
     """
 
@@ -131,8 +131,8 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
         return self._all().popitem()
 
     def _all(self) -> dict[MetadataIndex, StorageInfo]:
-        """All of them, made."""
-        # Made before: the dictionary has all of them.
+        """A dictionary of all places."""
+        # An earlier call made the dictionary.
         if not self._offsets:
             return self._others
         made: dict[MetadataIndex, StorageInfo] = {}
@@ -156,7 +156,7 @@ def _check_hashes(offsets: Sequence[torch.Size]) -> None:
 
 
 class _Located:
-    """The place of each item, read once and in order: there may be more of them than any cache holds."""
+    """The place of each item, for columns. Reads the places in one pass, because there may be millions."""
 
     def __init__(self, places: Mapping[MetadataIndex, StorageInfo]) -> None:
         self.number_by_path: dict[str, int] = {}
@@ -176,7 +176,7 @@ class _Located:
     def order(self, name: str, chunks: Sequence[ChunkStorageMetadata]) -> list[int]:
         """The numbers of a tensor's items in the order of its chunks; empty: columns cannot express their places."""
         numbers = self._by_offset.get(name, {})
-        # Places and chunks do not match one to one, as a foreign planner may have it.
+        # A foreign planner may make places and chunks that do not match one to one.
         if len(numbers) != len(chunks) or name in self._odd:
             return []
         if any(len(vars(one)) != _CHUNK_FIELDS for one in chunks):
@@ -196,7 +196,7 @@ def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | Non
     with put_off():
         tensors, there = _tensors(metadata), _Located(metadata.storage_data)
         regular = {name: found for name, entry in tensors.items() if (found := there.order(name, entry.chunks))}
-        # Scalars and objects alone: the pickle is as fast.
+        # The state has only scalars and objects: reading the pickle is as fast.
         if not regular:
             return None
         rest = copy(metadata)
@@ -214,7 +214,7 @@ def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | Non
                 np.array(list(_flatten(one.offsets for ones in chunks for one in ones)), np.int64),
                 np.array(list(_flatten(one.sizes for ones in chunks for one in ones)), np.int64),
             ]
-        # A planner's number beyond int64: the pickle can hold it.
+        # A planner may use a number beyond int64, which only the pickle can hold.
         except OverflowError:
             return None
         pickled, paths = encode_metadata(rest), json.dumps(list(there.number_by_path)).encode()
@@ -229,8 +229,8 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
     """The metadata of the pickle with this size and CRC32C.
 
     Raises:
-        ColumnsInvalid: these are damaged, or of another one. MetadataUnsafe: raised for the pickle in them; or later, by
-        the places, if their offsets were chosen to make look-ups slow.
+        ColumnsInvalid: they are damaged, or belong to another pickle. MetadataUnsafe: the pickle in them is unsafe. A later
+        look-up in the places raises it, too, if their offsets were chosen to make look-ups slow.
     """
     if len(raw) < _HEAD.size:
         raise ColumnsInvalid("they are torn")
@@ -252,7 +252,7 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
         raise ColumnsInvalid("a number is negative")
     parts = np.split(numbers, np.cumsum(counts)[:-1])
     paths = _paths(bytes(raw[_HEAD.size + pickle_bytes : _HEAD.size + pickle_bytes + path_bytes]))
-    # A number is an index into the paths: it must not point behind them.
+    # Each number is an index into the paths, and must not lie beyond their end.
     if parts[2].max() >= len(paths):
         raise ColumnsInvalid("an item lies in no shard")
     metadata = decode_metadata(bytes(raw[_HEAD.size : _HEAD.size + pickle_bytes]), source)
@@ -280,14 +280,14 @@ def _paths(raw: bytes) -> list[str]:
     except (ValueError, RecursionError) as exc:
         raise ColumnsInvalid("their names of shards are unreadable") from exc
     if type(paths) is not list or not all(type(path) is str and is_shard_path(path) for path in paths):
-        raise ColumnsInvalid("they name what is not a shard")
+        raise ColumnsInvalid("they name a file that is not a shard")
     return paths
 
 
 def _give_chunks(
     tensors: Mapping[str, TensorStorageMetadata], parts: Sequence[Numbers]
 ) -> dict[str, tuple[torch.Size, ...]]:
-    """Gives the tensors their chunks. Returns the chunks' offsets by name, as own tuples: a planner may change chunks."""
+    """Gives the tensors their chunks. Returns the chunks' offsets by name, as copies: a planner may change chunks."""
     counts, shapes = parts[0].tolist(), parts[1].tolist()
     # The pickle and the columns are two parts of one file: each may claim other numbers.
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:

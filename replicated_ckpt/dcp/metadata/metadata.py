@@ -97,7 +97,7 @@ def share_parts(metadata: Metadata) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         one(name)
         if isinstance(entry, TensorStorageMetadata):
-            with suppress(TypeError):  # a planner has put an unhashable value into them
+            with suppress(TypeError):  # a planner has put an unhashable value into the properties
                 entry.properties = shared.setdefault(tuple(vars(entry.properties).items()), entry.properties)
             entry.size = one(entry.size)
             entry.chunks = [ChunkStorageMetadata(one(chunk.offsets), one(chunk.sizes)) for chunk in entry.chunks]

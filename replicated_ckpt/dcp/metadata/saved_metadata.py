@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 log = logging.getLogger(__name__)
 
 COLUMNS_FROM_BYTES = 64 << 10
-"""A pickle of this size gets columns: some 400 chunks. A smaller one is read in a fortieth of a second."""
+"""A pickle of at least this size (some 400 chunks) gets columns. A smaller one is read in 25 ms."""
 _END = struct.Struct("<QQ8s")
 """Bytes of the pickle, bytes of the columns, magic."""
 _MAGIC = b"RCKCOLS\n"
@@ -32,7 +32,7 @@ def encode_metadata_file(metadata: Metadata) -> bytes:
     """As `encode_metadata`, followed by columns if the metadata is large and regular enough."""
     pickled = encode_metadata(metadata)
     planner_data = metadata.planner_data
-    # Columns hold no foreign classes: what else a planner keeps is read from the pickle alone.
+    # Columns hold no foreign classes: other planner data can be read only from the pickle.
     if len(pickled) < COLUMNS_FROM_BYTES or not (planner_data is None or holds_paths_only(planner_data)):
         return pickled
     try:
@@ -86,7 +86,7 @@ class SavedMetadata(Metadata):
 
     @classmethod
     def of(cls, checkpoint_id: str, save_id: str, store: LocalStore | None = None) -> "SavedMetadata":
-        """Without a store it can only be sent to another rank."""
+        """A reference to the metadata of a save. Without a store it can only be sent to another rank."""
         found = cls.__new__(cls)
         vars(found).update(_save=(checkpoint_id, save_id), _store=store)
         return found
@@ -97,9 +97,7 @@ class SavedMetadata(Metadata):
         return super().__getattribute__(name)
 
     def _read(self) -> None:
-        """Reads the metadata. If two threads call this at once, both read, and neither needs objects that the other
-        removes.
-        """
+        """Reads the metadata. If two threads call this at once, both read, and neither depends on the other."""
         save, store = vars(self).get("_save"), vars(self)["_store"]
         if save is not None:
             assert store is not None, "it has come to a rank"
@@ -107,7 +105,7 @@ class SavedMetadata(Metadata):
             vars(self).pop("_save", None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # At the coordinator: the reference travels, not the metadata.
+        # At the coordinator: the reference is sent, not the metadata.
         kept = vars(self)
         if "_save" in kept and kept["_store"] is None:
             return SavedMetadata.of, kept["_save"]
@@ -128,7 +126,7 @@ def tell_metadata(
 
     The coordinator passes a `reference` if every node has the metadata. The reference is then sent in place of the
     metadata, unless the metadata has a class of a foreign planner, which other ranks may be unable to read. A caller
-    may change the result: it shares no item's place with the coordinator's cache for the next save.
+    may change the result: the coordinator's cache for the next save has places of its own.
     """
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)

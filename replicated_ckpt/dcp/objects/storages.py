@@ -66,7 +66,7 @@ def record_of(storage: StorageOutline, records: Mapping[str, Record]) -> Record:
 
 
 class Storages:
-    """The storages of one container, each made once, so that its tensors share it. `memory_of` makes one of a record."""
+    """The storages of one container, each made once, so that its tensors share it. `memory_of` makes one from a record."""
 
     def __init__(self, records: Mapping[str, Record], memory_of: Callable[[Record], torch.UntypedStorage]) -> None:
         self._records = records
@@ -74,28 +74,28 @@ class Storages:
         self._known: dict[str, tuple[StorageOutline, torch.TypedStorage]] = {}
 
     def make_typed(self, outline: StorageOutline) -> torch.TypedStorage:
-        """The storage.
+        """The storage that a pickle names.
 
         Raises:
-            PickleUnsafe: it is not there, of another size, or of two kinds.
+            PickleUnsafe: its record is missing, has another size, or was used as another kind.
         """
         known = self._known.get(outline.key)
         if known is None:
             memory = self._memory_of(record_of(outline, self._records))
             known = self._known[outline.key] = (outline, make_typed_storage(memory, _dtype_of_kind(outline.kind)))
-        # One record as two types: torch refuses that, and a pickle of torch.save never has it.
+        # torch.save never writes one record as two kinds, and torch refuses it.
         if known[0] != outline:
             raise PickleUnsafe("has a storage of two kinds")
         return known[1]
 
 
 def copy_records(raw: memoryview) -> Callable[[Record], torch.UntypedStorage]:
-    """Copies records from memory into storages of their own."""
+    """A function that copies a record of `raw` into a storage of its own."""
 
     def memory_of(record: Record) -> torch.UntypedStorage:
         if not record.size:
-            lent: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[:0]
-            return lent  # not resizable: a forged shape could otherwise make it any size
+            empty: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[:0]
+            return empty  # not resizable: a forged shape could otherwise make it any size
         data = bytearray(raw[record.start : record.start + record.size])
         return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 

@@ -24,7 +24,7 @@ _NAMES_CHARACTERS = 300
 
 
 class UnknownName(PickleUnsafe):
-    """Names that are in no table."""
+    """A pickle names classes or functions that are in no table."""
 
     def __init__(self, *keys: Key) -> None:
         super().__init__(f"names {', '.join(map('.'.join, keys))[:_NAMES_CHARACTERS]}")
@@ -32,9 +32,9 @@ class UnknownName(PickleUnsafe):
 
 
 class Values:
-    """Makes values of the nodes of one tree. A shared node is made once, so that its value is shared, too.
+    """Makes the values of the nodes of one tree. A shared node is made once, so that its value is shared, too.
 
-    The caller has checked the tree's bounds: a tree that is deep or repeats itself is followed to its end.
+    The caller must have checked the tree's bounds: this class follows a deep or repeating tree to its end.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Values:
         raise UnknownName(key)
 
     def check_keys(self, keys: Sequence[Any]) -> None:
-        """Raises PickleUnsafe if a dictionary or set of these, which can all be hashed, would take too long to fill."""
+        """Raises PickleUnsafe if a dictionary or set with these hashable keys would take too long to fill."""
 
     def of(self, node: Any) -> Any:
         """The value of a node.
@@ -75,10 +75,10 @@ class Values:
         """
         called, arguments = self.find(key_of(node.called)), self.of(node.arguments)
         state, contents = self.of(node.state), self.of(node.contents)
-        # A function may return a shared object, such as a dtype: a state would change it for the whole process.
+        # A function may return a shared object, such as a dtype: setting its state would change it for the whole process.
         if state is not None and not _makes_new_ones(called):
             raise PickleUnsafe(
-                f"gives a state to what {node.called.path[:_NAMES_CHARACTERS]} makes, which others may have, too"
+                f"sets the state of an object of {node.called.path[:_NAMES_CHARACTERS]}, which may be shared"
             )
         try:
             return make_as_picklers_do(called, arguments, state, contents, is_new=node.is_new)
@@ -86,7 +86,7 @@ class Values:
         except Exception as exc:
             problem = f"{type(exc).__name__}: {exc}"[:_NAMES_CHARACTERS]
             raise PickleUnsafe(
-                f"has something that {node.called.path[:_NAMES_CHARACTERS]} does not take ({problem})"
+                f"calls {node.called.path[:_NAMES_CHARACTERS]} with values that it refuses ({problem})"
             ) from exc
 
     def of_call(self, node: Made) -> Any:
@@ -95,8 +95,8 @@ class Values:
         return self.make(node) if member is None else self._member(node, *member)
 
     def _member(self, node: Made, named: Named, name: str) -> Enum:
-        """Only a member of an enum can be named in this way."""
-        # getattr on anything else would reach functions that no table lists.
+        """The member of an enum, which pickles name as an attribute of its class."""
+        # An attribute of any other class could be a function that no table lists.
         kind = self.find(key_of(named))
         if not isinstance(kind, type) or not issubclass(kind, Enum):
             raise UnknownName(key_of(node.called))
@@ -130,7 +130,7 @@ class Values:
 
     def _keys(self, nodes: Sequence[Any]) -> list[Any]:
         keys = [self.of(node) for node in nodes]
-        # Hashed here: a dictionary would raise in the middle, as an error of this program.
+        # Hashed here: otherwise the dictionary would raise the TypeError, like an error of this program.
         try:
             for key in keys:
                 hash(key)

@@ -1,27 +1,26 @@
-"""Objects in shards. They are made without running their code, and pickled again for the planner, which unpickles them.
-
-They may name what `torch.load(weights_only=True)` allows in pickles, what `torch.serialization.add_safe_globals` added,
-and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
-"""
+"""Objects as `torch.save` writes them, loaded without running their code. A save warns if a load would refuse one."""
 
 import io
 import itertools
 import pickle
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, within
-from replicated_ckpt.core.pickles.bounds import check_bounds, names_in
+from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, is_archive, within
+from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_in
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored, storage_of
 from replicated_ckpt.dcp.objects.storages import Storages, copy_records
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
 from replicated_ckpt.dcp.runtime.torch_private import weights_only_names
-from replicated_ckpt.errors import ObjectUnsafe
+from replicated_ckpt.dcp.runtime.user_code import warn
+from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 
 _CALLED = frozenset(
     (
@@ -30,11 +29,11 @@ _CALLED = frozenset(
         "torch._tensor._rebuild_from_type_v2",
     )
 )
-"""Names of torch's list that may be called, besides functions that rebuild tensors. Others make memory of any size."""
+"""Names of torch's list that may be called, besides functions that rebuild tensors. Others could take any memory."""
 
 _REBUILDS = "torch._utils._rebuild_"
 _BLOCKED = ("sys", "os", "posix", "nt")
-"""torch does not let a user add names of these either."""
+"""Modules of which no name is allowed. torch refuses to add their names, too."""
 
 _BYTES, _BYTEARRAY, _ENCODE = ("builtins", "bytes"), ("builtins", "bytearray"), ("_codecs", "encode")
 _SPARSE, _OF_TYPE = ("torch._utils", "_rebuild_sparse_tensor"), ("torch._tensor", "_rebuild_from_type_v2")
@@ -62,7 +61,7 @@ def save_again(raw: memoryview, fqn: str, where: str) -> io.BytesIO:
     """The object of an item as `torch.save` of this process writes it.
 
     Raises:
-        ObjectUnsafe: it is not loaded.
+        ObjectUnsafe: the object is refused, or cannot be saved again.
     """
     value, buffer = load_object(raw, fqn, where), io.BytesIO()
     try:
@@ -90,7 +89,7 @@ def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
 
 
 def unknown_names(names: Sequence[Key]) -> tuple[Key, ...]:
-    """Those names that nothing allows an object to have."""
+    """The names among these that an object may not have."""
     allowed = {**_names_of_user(), **weights_only_names()}
     own = KEYS | {_BYTES}
     return tuple(key for key in names if key not in own and (".".join(key) not in allowed or key[0] in _BLOCKED))
@@ -127,7 +126,7 @@ class ObjectValues(Values):
         try:
             return self.of(tree)
         except UnknownName as exc:
-            # All of them in one error: else the user would add one class per try.
+            # All unknown names go into one error: otherwise the user would add one class per try.
             unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
             raise UnknownName(*(unknown or exc.keys)) from exc
 
@@ -148,7 +147,7 @@ class ObjectValues(Values):
         if key in (_BYTES, _BYTEARRAY, _ENCODE):
             return self._bytes(node, key)
         self.find(key)
-        # A class that the user has added is called in any way: the user has allowed that.
+        # Only torch's names are limited: the user has allowed any call of an added class.
         if ".".join(key) in self._names:
             _check_call(node, key)
         if key == _SPARSE:
@@ -156,7 +155,7 @@ class ObjectValues(Values):
         return super().make(node)
 
     def _bytes(self, node: Made, key: Key) -> bytes | bytearray:
-        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs may take long; a number, any memory."""
+        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs may take long, and bytes(n) any memory."""
         arguments = self.of(node.arguments)
         if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in _LATIN and key != _BYTES:
             data = arguments[0].encode("latin-1", "replace")
@@ -167,7 +166,7 @@ class ObjectValues(Values):
         return bytearray(data) if key == _BYTEARRAY else data
 
     def _sparse(self, node: Made) -> torch.Tensor:
-        """A sparse tensor with every index inside it: torch's own function does not check that."""
+        """A sparse tensor, made with a check of its indices, which torch's own function for pickles omits."""
         layout, data = self.of(node.arguments)
         try:
             if layout is torch.sparse_coo:
@@ -181,12 +180,12 @@ class ObjectValues(Values):
 
 
 def _check_call(node: Made, key: Key) -> None:
-    """Raises PickleUnsafe unless this is how objects call a name of torch's default."""
+    """Raises PickleUnsafe unless this call of a name of torch's list is one that `torch.save` writes."""
     path = ".".join(key)
     if path not in _CALLED and not path.startswith(_REBUILDS):
         raise PickleUnsafe(f"calls {path}, which no object needs")
     if node.state is not None and key not in _HAVE_STATE:
-        raise PickleUnsafe(f"gives a state to a {path}, which no object needs")
+        raise PickleUnsafe(f"sets the state of a {path}, which no object needs")
     if key == _OF_TYPE:
         rebuild = node.arguments[0] if node.arguments else None
         if type(rebuild) is not Named or not rebuild.path.startswith(_REBUILDS):
@@ -198,7 +197,7 @@ _ARRAYS: frozenset[Key] = frozenset(itertools.product(_MODULES, ("_reconstruct",
 _SCALARS: frozenset[Key] = frozenset(itertools.product(_MODULES, ("scalar",)))
 _DTYPE, _NDARRAY = ("numpy", "dtype"), ("numpy", "ndarray")
 KEYS = _ARRAYS | _SCALARS | {_DTYPE, _NDARRAY}
-"""The names in a pickle of such values."""
+"""The names in a pickle of numpy's values."""
 
 # Without V (records) and O (objects): their bytes would be read as addresses.
 _PLAIN = re.compile(r"[biufcSU][0-9]{1,9}")
@@ -229,7 +228,7 @@ def _array(node: Made, of: Of) -> Any:
     dtype, raw = _dtype(described, of), of(data)
     if type(raw) is not bytes:
         raise PickleUnsafe("holds an array of Python objects")
-    # An empty array is made by its shape: there are no bytes to see it in.
+    # An empty array has only a shape, and no bytes for frombuffer.
     if not raw:
         return np.empty(of(shape), dtype) if 0 in shape else np.frombuffer(raw, dtype)
     # copy: frombuffer is read-only, and would keep the container's bytes.
@@ -259,3 +258,86 @@ def _dtype(node: Any, of: Of) -> Any:
         if unit.decode() in _UNITS and type(step) is int:
             return np.dtype(f"{text}[{step}{unit.decode()}]").newbyteorder(order)
     raise PickleUnsafe(f"holds a value of numpy's type {text[:80]!r}, which is not a plain one")
+
+
+_NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
+_TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
+"""numpy's types of Python objects and of records. Their arrays name no other classes than arrays that can be loaded."""
+_CONTAINERS = b"]})t\x85\x86\x87"
+"""Opcodes that begin a list or a dict, or end a tuple: an object that is nested too deep has many of them."""
+_SEARCHED_BYTES_MAX = 1 << 20  # the search must not cost more than writing the object
+_WHERE = "this checkpoint"
+
+_lock = threading.Lock()
+_seen: set[tuple[Any, ...]] = set()
+_warned: set[object] = set()
+
+
+def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
+    """Warns, once in this process for each class, if a load would refuse an object as `torch.save` wrote it.
+
+    A name in its bytes is checked when it first occurs in this process, so an object without new names costs only a
+    search. An object with many containers is checked once for its entry. An object larger than 1 MiB is not made: only
+    its names are checked.
+    """
+    searched = bytes(raw[:_SEARCHED_BYTES_MAX])
+    found: set[tuple[Any, ...]] = {
+        match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(searched)
+    }
+    is_deep = len(searched) - len(searched.translate(None, _CONTAINERS)) > DEPTH_MAX
+    if len(raw) > _SEARCHED_BYTES_MAX or is_deep or not is_archive(within(raw), len(raw)):
+        found.add((fqn,))
+    # Under the lock only memory changes: the check below may take long.
+    with _lock:
+        if found <= _seen:
+            return
+        _seen.update(found)
+    problem = _problem(raw, fqn)
+    if problem is not None:
+        _warn(problem)
+
+
+def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
+    """As `warn_if_unloadable`, for a tensor of another class than torch's, which its pickle names."""
+    key = (kind.__module__, kind.__qualname__)
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    if unknown := unknown_names([key]):
+        _warn(ObjectUnsafe(fqn, _WHERE, unknown))
+
+
+def refuse_unloadable_paths(plan: SavePlan) -> None:
+    """Raises ConfigInvalid if an entry of the nested state lies deeper than a load accepts in a `.metadata`."""
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}  # other planners keep other data there
+    for fqn, path in paths.items():
+        if isinstance(path, tuple) and len(path) > DEPTH_MAX:
+            raise ConfigInvalid(
+                f"The entry {fqn[-200:]!r} is nested {len(path)} deep in the state dict, more than {DEPTH_MAX} levels.",
+                "Save it under a shorter path: each dict, list or tuple around it is one level.",
+            )
+
+
+def _warn(problem: ObjectUnsafe) -> None:
+    with _lock:
+        news = set(problem.names or [problem.why]) - _warned
+        _warned.update(news)
+    if news:
+        said = f"{problem.message.replace(' is not loaded: ', ' will not be loaded by default: ')} {problem.hint}"
+        warn(said)
+
+
+def _problem(raw: memoryview, fqn: str) -> ObjectUnsafe | None:
+    try:
+        tree = follow(pickle_in(within(raw), find_records(within(raw), len(raw))))
+    except (PickleUnsafe, ArchiveDamaged) as exc:
+        return ObjectUnsafe(fqn, _WHERE, (), f"it {exc}")
+    if unknown := unknown_names(sorted({key_of(named) for named in names_in(tree)})):
+        return ObjectUnsafe(fqn, _WHERE, unknown)
+    if len(raw) <= _SEARCHED_BYTES_MAX:
+        try:
+            load_object(raw, fqn, _WHERE)
+        except ObjectUnsafe as exc:
+            return exc
+    return None

@@ -23,7 +23,7 @@ _FIELDS: Mapping[type, int] = {
 
 
 class ShardResults(list[WriteResult]):
-    """DCP's results for one rank's shard. Their pickle is only a digest if the coordinator has them from save `same_as`."""
+    """DCP's results for one rank's shard. If the coordinator has them from save `same_as`, they are sent as a digest."""
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
@@ -43,23 +43,23 @@ class ShardResults(list[WriteResult]):
         return copy.deepcopy(list(self), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        # A list that a wrapper has changed travels whole: the digest is not its own.
+        # A list that a wrapper has changed is sent whole: the digest does not describe it.
         if self._same_as and self.digest:
             return _find_results, (self._same_as, self._digest)
         return ShardResults, (list(self), self.digest)
 
 
 class _LostResults(list[WriteResult]):
-    """In place of results that the coordinator does not have. Gathering must not raise: the other ranks would wait."""
+    """Stands for results that the coordinator does not have. Gathering must not raise: the other ranks would wait."""
 
 
 def holds_paths_only(planner_data: Any) -> bool:
-    """Whether a planner has kept the same as DCP's own: the path of each name in the nested state."""
+    """Whether planner data are those of DCP's own planner: the path of each name in the nested state."""
     return type(planner_data) is dict and all(type(path) is tuple for path in planner_data.values())
 
 
 class PlannerData:
-    """A planner's own data at one time. A foreign planner's `==` may return anything, so pickles are compared."""
+    """A copy of a planner's own data. A foreign planner's `==` may return anything, so pickles are compared."""
 
     def __init__(self, data: Any) -> None:
         is_paths = holds_paths_only(data)
@@ -71,7 +71,7 @@ class PlannerData:
             return pickle.dumps(data) == self._pickle
         if type(data) is not dict or list(data) != list(self._paths):
             return False
-        # The same objects: comparing a million paths one by one would cost more than the cache saves.
+        # The same objects need no comparison: that of a million paths would cost more than the cache saves.
         if all(map(operator.is_, data.values(), self._paths.values())):
             return True
         return pickle.dumps(data) == pickle.dumps(self._paths)
@@ -81,8 +81,8 @@ class PlannerData:
 class CachedLayout:
     """The coordinator's cache of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket.
 
-    The last of them describe the checkpoint without its optimizer: `weights` of them, without the entries that have
-    one of the prefixes `dropped`. 0: there is no optimizer, or nothing else.
+    Its last `weights` bytes describe the checkpoint without its optimizer, whose entries have one of the prefixes
+    `dropped`. 0: there is no optimizer, or nothing else.
     """
 
     save_id: str
@@ -143,7 +143,7 @@ _by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDi
 
 
 def _find_results(save_id: str, digest: str) -> list[WriteResult]:
-    """The results that a rank refers to; at the coordinator, which has named the save in its decision."""
+    """Coordinator: the results that a rank refers to, of the save that the decision named."""
     kept = _by_save.get(save_id)
     # The coordinator was replaced, or its cache dropped: `find_layout` then raises for all ranks together.
     if kept is None or digest not in kept.results_by_digest:
@@ -170,19 +170,17 @@ class CachedLayouts:
         return "" if self._kept is None else self._kept.save_id
 
     def refer(self, results: list[WriteResult], save_id: str, known: str) -> ShardResults:
-        """This rank's results of a save, in the form that is sent to the coordinator, whose cache has those of the save
-        `known`.
-        """
+        """This rank's results of a save, in the form that is sent to the coordinator. `known`: the save in its cache."""
         digest = _digest_of(results)
         is_same = self._digest_by_save.get(known) == digest
-        # Two saves at most: this one may still fail, and the coordinator then refers to the one before.
+        # Keeps two saves: if this one fails, the coordinator refers to the previous one.
         self._digest_by_save = {
             one: kept for one, kept in (*self._digest_by_save.items(), (save_id, digest)) if one in (known, save_id)
         }
         return ShardResults(results, digest, known if is_same else "")
 
     def find_layout(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CachedLayout | None:
-        """Coordinator: the cached layout, if it is that of a save with this metadata and these results.
+        """Coordinator: the cached layout, if a save with this metadata and these results has the same.
 
         Raises:
             SaveAborted: a rank refers to results that are not in the cache. The next save sends them whole.
@@ -197,7 +195,7 @@ class CachedLayouts:
         return kept if kept is not None and kept.is_of(metadata, results) else None
 
     def keep(self, layout: CachedLayout) -> None:
-        """Coordinator: a save of this layout is decided. Lists that a wrapper of the writer made are not cached."""
+        """Coordinator: caches the layout of a decided save, unless a wrapper of the writer has changed its results."""
         self._kept = layout if all(layout.digests) else None
         _by_save[layout.save_id] = layout
 

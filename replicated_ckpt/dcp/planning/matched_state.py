@@ -1,4 +1,4 @@
-"""Optimizer state that only the checkpoint has, or only this process: a load asks for the checkpoint's."""
+"""Makes a load ask for the optimizer state that the checkpoint has, where this process's optimizer has other state."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -31,7 +31,7 @@ class MatchedState(dict[Any, Any]):
 
 
 class StateOf(dict[Any, Any]):
-    """Asks for a checkpoint's state of a parameter for which this process's optimizer has none, because it is frozen."""
+    """Asks for the saved state of a parameter that is frozen here, and so has none in this process's optimizer."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class OptimizerMatch:
     def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, STORAGE_TYPES]) -> None:
         self._saved = saved
         self.lacking: dict[Path, set[Any]] = {}
-        """By the path of a group's list of parameters, those that have no state in the checkpoint."""
+        """The parameters without state in the checkpoint, by the path of their group's list of parameters."""
         for path, optimizer in _find_optimizers(state_dict, ()):
             self._match_optimizer(path, optimizer)
 
     def _match_optimizer(self, path: Path, optimizer: dict[str, Any]) -> None:
-        self._count_groups(path, len(optimizer[_GROUPS]))
+        self._check_groups(path, len(optimizer[_GROUPS]))
         states = optimizer[_STATE]
         lacking = set()
         for name, state in states.items():
@@ -88,8 +88,8 @@ class OptimizerMatch:
         for index, group in enumerate(optimizer[_GROUPS] if lacking else ()):
             self.lacking[(*path, _GROUPS, index, _PARAMETERS)] = lacking.intersection(group[_PARAMETERS])
 
-    def _count_groups(self, path: Path, now: int) -> None:
-        """DCP ignores the checkpoint's further groups; torch's optimizers refuse to load without them."""
+    def _check_groups(self, path: Path, now: int) -> None:
+        """Raises ConfigInvalid if the checkpoint has more groups. DCP would ignore them; torch's optimizers need them."""
         prefix = "".join(f"{key}." for key in (*path, _GROUPS))
         saved = len({name.partition(".")[0] for name in self._names.under(prefix)})
         if saved > now:
@@ -99,7 +99,7 @@ class OptimizerMatch:
             )
 
     def _make_others(self, asked: dict[Any, Any], prefix: str, names: list[str]) -> dict[str, torch.Tensor | None]:
-        """Targets for names that are not asked for. None for a tensor that is larger than those that are."""
+        """Targets for saved names that were not asked for; None for an object. Leaves out tensors that are too large."""
         known = set(map(str, asked))
         entries = {name: self._saved[prefix + name] for name in names if name not in known and "." not in name}
         if not entries:
@@ -124,7 +124,7 @@ class OptimizerMatch:
 
 
 def _make_target(entry: TensorStorageMetadata, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Divided among ranks as another tensor of the same size."""
+    """A tensor to load into, divided among ranks like one of `tensors` of the same size."""
     for tensor in tensors:
         if tensor.size() == entry.size:
             return torch.empty_like(tensor, dtype=entry.properties.dtype)
@@ -132,10 +132,11 @@ def _make_target(entry: TensorStorageMetadata, tensors: list[torch.Tensor]) -> t
 
 
 def drop_unsaved_state(flat: dict[str, Any], prefix: str, saved: Mapping[str, object]) -> None:
-    """The same for a flat optimizer state, `state.<parameter>.<name>` and `param_groups.<parameter>.<name>`.
+    """Removes each parameter's state that is not in the checkpoint from a flat optimizer state.
 
-    Its loader must accept missing names: torchtitan's container does, torch's `set_optimizer_state_dict` does not. The
-    groups' names stay asked for, so each parameter must be one that the saved optimizer had.
+    `flat` has the names `state.<parameter>.<name>` and `param_groups.<parameter>.<name>`. Its loader must accept missing
+    names: torchtitan's container does, torch's `set_optimizer_state_dict` does not. The groups' names stay, so the saved
+    optimizer must have had each parameter.
     """
     parameters = {name[len(_GROUPS) + 1 :].rpartition(".")[0] for name in flat if name.startswith(f"{_GROUPS}.")}
     asked: dict[str, list[str]] = defaultdict(list)

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
-from replicated_ckpt.dcp.objects.weights_only import load_object
+from replicated_ckpt.dcp.objects.weights_only import load_object, warn_if_unloadable
 from replicated_ckpt.dcp.planning.matched_state import OptimizerMatch
 from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError
@@ -25,7 +24,7 @@ from replicated_ckpt.wording import one_line
 
 
 class SavedElsewhere(tuple[int, ...]):
-    """Takes the place of a rank's own item that was not saved. It has the world sizes for which such items were saved."""
+    """Stands for a rank's own item that was not saved. Its elements are the world sizes for which such items were saved."""
 
     __slots__ = ()
 
@@ -78,7 +77,7 @@ class RankStatePlanner(DefaultLoadPlanner):
 
 
 def _find(tree: Any, path: Sequence[Any]) -> Any:
-    """The value at this path of a nested state dict; None: a key on the way is not a string, and so in no path of DCP."""
+    """The value at this path of a nested state dict. None: a key on the way is not a string, so DCP has no path to it."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else tree[key] if isinstance(tree, list) else None
     return tree
@@ -126,7 +125,7 @@ def restore_random(states: dict[str, Any]) -> None:
 
 
 def _check_positions(state: dict[str, Any]) -> None:
-    """Raises ValueError for a position behind a generator's words, where numpy would read: it does not check.
+    """Raises ValueError for a position beyond a generator's words: numpy does not check it, and would read there.
 
     Source: numpy 2.3, _mt19937.pyx and _philox.pyx.
     """
@@ -310,9 +309,7 @@ def entries_of(value: Any) -> dict[str, Any]:
 
 
 def find_own(names: Iterable[str]) -> frozenset[str]:
-    """Those of these names that only this rank has: the names of a RankState, and of rank 0's value that `entries_of`
-    adds.
-    """
+    """The names among these that only this rank has: of a RankState, and of rank 0's value from `entries_of`."""
     names = frozenset(names)
     own = {name for name in names if find_world(name) is not None}
     holders = (name.rpartition(".")[0] for name in own)

@@ -11,7 +11,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import capture_random, restore_ra
 from replicated_ckpt.dcp.runtime.user_code import warn
 
 _ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
-"""Attributes of a loader of Lightning's Fabric: its count of iterations, its sampler's epoch; and the plain loader."""
+"""Attributes of a loader of Lightning's Fabric: its count of iterations (its sampler's epoch), and the plain loader."""
 
 
 class ReplayedLoader(Stateful):
@@ -39,7 +39,7 @@ class ReplayedLoader(Stateful):
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # none while it is unpickled: a recursion without end
+        if name == "loader":  # not set yet during unpickling: the look-up would recurse without end
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -47,7 +47,7 @@ class ReplayedLoader(Stateful):
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError, as of the loader, if it has no length
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches. Asks the loader for its iterator now, or after a load with the first batch."""
+        """The batches. The loader makes its iterator now; after a load, when the first batch is asked for."""
         return self._yield_from(self._begin()) if self._loaded is None else self._go_on()
 
     def has_own_state(self) -> bool:
@@ -97,7 +97,7 @@ class ReplayedLoader(Stateful):
             self.loader.load_state_dict(state_dict["loader"])  # type: ignore[attr-defined]  # it had a state then
 
     def _begin(self) -> Iterator[Any]:
-        """A new epoch."""
+        """Begins a new epoch. Returns the loader's iterator."""
         self._yielded, self._is_exhausted = 0, False
         self._start = {"asked": capture_random(), "generators": self._capture_own()}
         self._start |= {"iterations": getattr(self.loader, _ITERATIONS, None), "has_workers": self._has_workers()}
@@ -133,15 +133,15 @@ class ReplayedLoader(Stateful):
         yield from self._yield_from(batches)
 
     def _end_epoch(self, loaded: dict[str, Any]) -> None:
-        """A sampler with its own generator draws from it once more if it is asked for more batches than there are."""
+        """Replays the epoch to its end if the saved loop asked for a batch after the last: samplers then draw once more."""
         is_asked = self.asks_for_more and loaded["start"] and not self._is_exhausted and "loader" not in loaded
         if is_asked and self._generators():
             for _ in self._replay():
                 pass
 
     def _next_epoch(self, now: dict[str, Any]) -> Iterator[Any]:
-        """For a loader whose own state is at the end of an epoch: some loaders then first yield the rest of it, which
-        is empty.
+        """The next epoch of a loader whose own state is at the end of one. Some loaders first yield the rest of that
+        epoch, which is empty.
         """
         batches = self._begin()
         for first in batches:
@@ -150,7 +150,7 @@ class ReplayedLoader(Stateful):
         return self._begin()
 
     def _resume(self) -> Iterator[Any]:
-        """The iterator of a loader with its own state; it draws its random numbers when it is made."""
+        """The iterator of a loader with its own state. The loader draws random numbers when it makes the iterator."""
         return iter(self.loader)
 
     def _replay(self) -> Iterator[Any]:
@@ -176,7 +176,7 @@ class ReplayedLoader(Stateful):
             )
 
     def _loader_and_samplers(self) -> list[Any]:
-        """The loader and its samplers, however they wrap each other; each once."""
+        """The loader and its samplers, each once, however they wrap each other."""
         found: dict[int, Any] = {}
         holders: list[Any] = [self.loader]
         while holders:
@@ -195,13 +195,13 @@ class ReplayedLoader(Stateful):
         ]
 
     def _has_workers(self) -> bool:
-        """Whether workers that outlive an epoch were started; they get their seed once, from the process's generator."""
+        """Whether workers that outlive an epoch were started. They draw their seed once, from the process's generator."""
         return self._is_begun and bool(getattr(self.loader, "persistent_workers", False))
 
     def _return_to(self, state: dict[str, Any]) -> None:
-        """Starts workers that ran at that time, and sets Fabric's counter. Older versions saved neither."""
+        """Starts workers if they ran when `state` was saved, and sets Fabric's counter. Older versions saved neither."""
         if state.get("has_workers") and not self._has_workers() and not self.has_own_state():
-            # Starting workers draws a seed: the loader's own generators must not move by that.
+            # Starting workers draws a seed, which must not move the loader's own generators.
             own = self._capture_own()
             self.start_workers()
             self._is_begun = True

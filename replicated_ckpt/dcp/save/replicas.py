@@ -32,13 +32,11 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
-from replicated_ckpt.dcp.planning.cached_plan import find_whole, planned_bytes
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner, find_whole, planned_bytes
 from replicated_ckpt.dcp.rank_state.rank_state import find_own
 from replicated_ckpt.dcp.runtime.torch_private import DTensor
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
-from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
-from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_to_host, memory_of
 from replicated_ckpt.node.saves.finish import HelperCopy
 
 log = logging.getLogger(__name__)

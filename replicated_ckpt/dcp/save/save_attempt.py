@@ -49,7 +49,7 @@ from replicated_ckpt.dcp.agreement.nodes import AgentCluster, LoneNode, Opened, 
 from replicated_ckpt.dcp.c10d.group_pool import describe_wanted
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.overwrite_check import check_gives_way
-from replicated_ckpt.dcp.memory.limit import MemoryLimit
+from replicated_ckpt.dcp.memory.root import MemoryLimit
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import find_whole

@@ -33,10 +33,10 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
 from replicated_ckpt.dcp.c10d.waiting import announce
 from replicated_ckpt.dcp.c10d.world import posting_if_left, watch_first_step, world_of_call
-from replicated_ckpt.dcp.memory.limit import MemoryLimit
-from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
+from replicated_ckpt.dcp.memory.root import MemoryLimit
+from replicated_ckpt.dcp.objects.weights_only import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
 from replicated_ckpt.dcp.runtime.user_code import find_line
 from replicated_ckpt.dcp.save.agent_tasks import WAIT_TIMEOUT_S, ObjectTier, RetentionPolicies, check_timeout
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck

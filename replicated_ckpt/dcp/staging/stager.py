@@ -22,7 +22,7 @@ from replicated_ckpt.dcp.staging.segment import (
     share_of_rank,
 )
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
-from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
+from replicated_ckpt.dcp.tensors.tensor_memory import DeviceCopies
 from replicated_ckpt.errors import RankFailed
 
 log = logging.getLogger(__name__)

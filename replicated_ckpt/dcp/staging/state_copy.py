@@ -12,8 +12,7 @@ from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
 from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
-from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
-from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import DeviceCopies, empty_tensor
 
 ALIGNMENT_BYTES = 512
 """Alignment of each storage's first byte: direct I/O may need it, and it is a multiple of every dtype's size."""

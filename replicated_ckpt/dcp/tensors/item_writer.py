@@ -1,4 +1,4 @@
-"""Writing items: the layout of a tensor or object in a shard. Its container is `torch.save`'s; stock torch reads it."""
+"""Writes items into a shard: each tensor or object in the container of `torch.save`, so that stock torch can read it."""
 
 import io
 from typing import Any, Protocol
@@ -6,11 +6,17 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from replicated_ckpt.dcp.objects.unloadable import warn_if_class_is_unknown, warn_if_unloadable
-from replicated_ckpt.dcp.tensors.container import fills_storage, is_dense, is_freed, is_plain
-from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
-from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
-from replicated_ckpt.dcp.tensors.torch_save import Envelope, learn_envelope, save_without_crc32
+from replicated_ckpt.dcp.objects.weights_only import warn_if_class_is_unknown, warn_if_unloadable
+from replicated_ckpt.dcp.tensors.container import (
+    Envelope,
+    fills_storage,
+    is_dense,
+    is_freed,
+    is_plain,
+    learn_envelope,
+    save_without_crc32,
+)
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_to_host, memory_of
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 _TEMPLATES_MAX = 4096  # tensors of ever new shapes must not fill the memory
@@ -25,7 +31,7 @@ class Stream(Protocol):
         """Appends a copy."""
 
     def refer(self, data: memoryview, /) -> None:
-        """Appends bytes that stay where and as they are until the stream is finished."""
+        """Appends bytes without a copy. They must stay unchanged until the stream is finished."""
 
 
 class TensorWriter:
@@ -45,7 +51,7 @@ class TensorWriter:
             save_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
             return
         surrounding = self._surrounding_of(tensor)
-        # With gaps between its elements, the storage would be written with them: a copy has none.
+        # Gaps between the elements would be written, too. A copy has none.
         if surrounding is None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             surrounding = self._surrounding_of(tensor)
@@ -75,7 +81,7 @@ class TensorWriter:
 
 
 def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it is a view: otherwise the whole storage would be written."""
+    """The tensor, or a copy of a view, because `torch.save` would write the whole storage of the view."""
     is_view = tensor.layout is torch.strided and not fills_storage(tensor)
     return tensor.clone() if is_view else tensor
 
@@ -91,7 +97,7 @@ _FREED_HINT = (
 
 
 def align(stream: Stream) -> None:
-    """Pads the stream for the next item: aligned as in its own zip file, a load can map or read it without a copy."""
+    """Pads the stream so that the next item is aligned as in a zip file of its own. A load then needs no copy of it."""
     stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
 
 
@@ -104,8 +110,8 @@ class ItemWriter:
     def write_item(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
-        Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
-        within the item. Errors of the planner, or of a tensor's own class, pass through with a note of the entry.
+        The tensor must stay unchanged until the stream is finished. Its data is aligned to 64 bytes in the shard. Errors of
+        the planner, or of a tensor's own class, pass through with a note of the entry.
         """
         try:
             return self._write(stream, item, planner)

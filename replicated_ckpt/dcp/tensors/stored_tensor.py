@@ -1,4 +1,4 @@
-"""The bytes of a tensor in its item, from the metadata, and the memory that they are read into."""
+"""Where the bytes of a tensor lie in its item, predicted from the metadata; and the memory that they are read into."""
 
 import ctypes
 import pickle
@@ -11,21 +11,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, narrow
-from replicated_ckpt.dcp.tensors.container import is_plain
-from replicated_ckpt.dcp.tensors.device_copy import PinnedCopies
-from replicated_ckpt.dcp.tensors.tensor_memory import copy_into, memory_of, tensor_over
-from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
+from replicated_ckpt.dcp.tensors.container import is_plain, learn_envelope
+from replicated_ckpt.dcp.tensors.tensor_memory import PinnedCopies, copy_into, memory_of, tensor_over
 from replicated_ckpt.stores.files.direct import address_of
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
-"""The most that a container has around its data; a larger one was not written by `torch.save` for one tensor."""
+"""The most bytes that `torch.save` writes around the data of one tensor. A container with more has another layout."""
 _KINDS_MAX = 4096
 
 
 class StoredTensor:
     """A contiguous tensor in the container of `torch.save`: `head`, then its data in row-major order, then a tail.
 
-    It is an assumption: only an item that begins with `head` has this layout.
+    The layout is an assumption: only an item that begins with `head` has this layout.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], head: bytes) -> None:
@@ -38,7 +36,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension; of a tensor without dimensions, all."""
+        """Bytes of one index of the first dimension. For a tensor without dimensions, all bytes."""
         return self.data_bytes // self.shape[0] if self.shape else self.data_bytes
 
     def rows(self, item: ReadItem) -> ByteRange:
@@ -87,7 +85,7 @@ class StoredTensors:
     @staticmethod
     def _sizes(index: MetadataIndex, described: TensorStorageMetadata) -> tuple[int, ...] | None:
         hint = index.index or 0
-        # A hint of another chunk: the plan was made from other metadata, and only a read shows the layout.
+        # If the hint is of another chunk, the plan was made from other metadata: only a read shows the layout.
         if hint < len(described.chunks) and described.chunks[hint].offsets == index.offset:
             return tuple(described.chunks[hint].sizes)
         return None
@@ -98,7 +96,7 @@ def plan_ranges(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) 
     whole = ByteRange(info.offset, info.length)
     if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
         return (whole,)
-    # The tail's length is unknown: reading that much more covers a head of any length up to it.
+    # `slack` is the length of head and tail together. The head may have any part of it, so that much more is read.
     slack = info.length - stored.data_bytes
     rows = stored.rows(item)
     return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
@@ -124,14 +122,14 @@ class Destination(Protocol):
         """Memory to which the next bytes, from `start` on, may be read before they are put; None: any memory will do."""
 
     def put(self, piece: memoryview) -> None:
-        """The next bytes; they are valid during the call."""
+        """Takes the next bytes, which are valid during the call."""
 
     def close(self) -> None:
-        """Everything was put: afterwards the target holds it (a GPU's in the order of its current stream)."""
+        """Called after the last `put`. Then the target has all bytes; on a GPU, for later work of its current stream."""
 
 
 class Memory:
-    """The target's own memory, on the CPU. Bytes that are put may lie where they belong already."""
+    """The target's own memory, on the CPU. The caller may have read bytes to their place before it puts them."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self._memory = memory_of(target)
@@ -142,7 +140,7 @@ class Memory:
 
     def put(self, piece: memoryview) -> None:
         address = address_of(piece)
-        # They were read to their place already: a copy onto itself would cost a pass over memory.
+        # Bytes that lie in their place already are not copied onto themselves.
         if address != self._address:
             ctypes.memmove(self._address, address, len(piece))
         self._address += len(piece)
@@ -195,7 +193,7 @@ class Rows:
 
 
 def destination_for(target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> tuple[Destination, ByteRange]:
-    """The best way into `target` for the part that `item` names, and the bytes of the stored data that it takes."""
+    """The Destination for `target` that copies least, and the range of the stored data that `item` needs."""
     rows = stored.rows(item)
     is_alike = target.dtype == stored.dtype and tuple(item.lengths[1:]) == stored.shape[1:]
     if is_alike and is_plain(target) and target.is_contiguous():

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.dcp.tensors import torch_save
-from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
+from replicated_ckpt.dcp.tensors import container
+from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, TensorReader, data_range, learn_envelope
 from replicated_ckpt.dcp.tensors.item_writer import TensorWriter
 from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor
-from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 from replicated_ckpt.errors import StoreFull
 
 DTYPES = [
@@ -197,7 +196,7 @@ def test_what_surrounds_the_data_is_learned_the_same_in_any_memory(monkeypatch: 
     for elements in (600, TEMPLATE_BYTES_MAX):
         kind = (torch.float32, (elements,), (1,))
         learned = learn_envelope(*kind)
-        monkeypatch.setattr(torch_save, "empty_tensor", model_in_used_memory)
+        monkeypatch.setattr(container, "empty_tensor", model_in_used_memory)
         assert learned == learn_envelope(*kind)
         monkeypatch.undo()
 

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
-from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
-from replicated_ckpt.dcp.objects.weights_only import load_object
+from replicated_ckpt.dcp.objects.weights_only import load_object, warn_if_unloadable
 from replicated_ckpt.dcp.runtime.torch_private import MemoryFormat
 from replicated_ckpt.errors import MetadataUnsafe, ObjectUnsafe
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.dcp.objects import unloadable
+from replicated_ckpt.dcp.objects import weights_only
 from replicated_ckpt.dcp.objects.weights_only import load_object, save_again
 from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe, ReplicatedCkptWarning
 
@@ -254,7 +254,7 @@ def test_no_command_runs_what_a_shard_holds(planted: tuple[Path, Path], tmp_path
 def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each class in a process, with the line that allows it; never of what loads."""
     for name in ("_seen", "_warned"):
-        monkeypatch.setattr(unloadable, name, set())
+        monkeypatch.setattr(weights_only, name, set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number, path in enumerate("ab"):
@@ -271,8 +271,8 @@ def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypat
 
 def test_a_save_warns_of_what_is_nested_too_deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each entry: it names nothing that a search would find."""
-    monkeypatch.setattr(unloadable, "_seen", set())
-    monkeypatch.setattr(unloadable, "_warned", set())
+    monkeypatch.setattr(weights_only, "_seen", set())
+    monkeypatch.setattr(weights_only, "_warned", set())
     for depth, is_refused in ((90, False), (120, True)):
         value: Any = 1
         for _ in range(depth):
@@ -280,14 +280,14 @@ def test_a_save_warns_of_what_is_nested_too_deep(monkeypatch: pytest.MonkeyPatch
         raw = memoryview(saved(value))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            unloadable.warn_if_unloadable(raw, f"tree of {depth}")
+            weights_only.warn_if_unloadable(raw, f"tree of {depth}")
         assert ["nested more than 100 levels deep" in str(each.message) for each in caught] == [True] * is_refused
 
 
 def test_a_save_warns_of_arrays_that_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pickles name what those of numbers name, which were saved before and load."""
     for name in ("_seen", "_warned"):
-        monkeypatch.setattr(unloadable, name, set())
+        monkeypatch.setattr(weights_only, name, set())
     state = {
         "numbers": np.arange(3),
         "names": np.array(["a", None], dtype=object),

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.objects import unloadable
+from replicated_ckpt.dcp.objects import weights_only
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -27,7 +27,7 @@ class Named(torch.nn.Parameter):
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("_seen", "_warned"):
-        monkeypatch.setattr(unloadable, name, set())
+        monkeypatch.setattr(weights_only, name, set())
     before = torch.serialization.get_safe_globals()
     state = {"scaled": torch.arange(5.0).as_subclass(Scaled), "named": Named(torch.ones(3))}
     with pytest.warns(ReplicatedCkptWarning, match="'scaled' in this checkpoint will not be loaded") as warned:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from replicated_ckpt import CheckpointManager, OptimizerDropped, ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.dcp.load.dropped_entries import EntriesLeft
+from replicated_ckpt.dcp.load.metadata_copies import EntriesLeft
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.slim import slim
 from tests.agent.agents import wait_for

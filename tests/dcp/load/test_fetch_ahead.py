@@ -8,8 +8,8 @@ from typing import Self
 import pytest
 
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
-from replicated_ckpt.dcp.load import fetch_ahead
-from replicated_ckpt.dcp.load.fetch_ahead import BUFFERS, THREADS, FetchAhead
+from replicated_ckpt.dcp.load import loading
+from replicated_ckpt.dcp.load.loading import BUFFERS, THREADS, FetchAhead
 from replicated_ckpt.errors import ShardLost
 from tests.stopwatch import Stopwatch
 
@@ -74,7 +74,7 @@ def test_what_goes_wrong_with_a_window_is_raised(error: Exception) -> None:
 
 def test_threads_that_cannot_work_do_not_leave_the_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no memory for buffers the rank learns it, instead of waiting for windows that never come."""
-    monkeypatch.setattr(fetch_ahead, "CELL_BYTES", 1 << 62)
+    monkeypatch.setattr(loading, "CELL_BYTES", 1 << 62)
     ahead = ahead_of(lambda _: None)
     with pytest.raises(MemoryError):
         ahead.take_window(WINDOWS[0])

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.find.choice import choose_lineage
 from replicated_ckpt.errors import LineagesMet, ReplicatedCkptWarning
 
 pytestmark = [

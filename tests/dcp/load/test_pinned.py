@@ -8,8 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.tensors.device_copy import BUFFER_BYTES, PinnedCopies
-from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
+from replicated_ckpt.dcp.tensors.tensor_memory import BUFFER_BYTES, PinnedCopies, memory_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

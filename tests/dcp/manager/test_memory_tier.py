@@ -27,7 +27,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp import tiered_checkpoints
 from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.dcp.manager import SaveCallback
-from replicated_ckpt.dcp.memory import limit
+from replicated_ckpt.dcp.memory import root as memory_root
 from replicated_ckpt.dcp.memory import root as place
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
@@ -439,7 +439,7 @@ def test_after_a_signal_the_disk_gets_what_memory_refuses(
     """The last save before the nodes go is not lost because their memory is full; before the signal it is refused."""
     with CheckpointManager(root, memory=memory, disk_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
         manager.save(1, state(1))
-        monkeypatch.setattr(limit, "measure_memory", lambda _: 0)
+        monkeypatch.setattr(memory_root, "measure_memory", lambda _: 0)
         with pytest.raises(CheckpointException, match="MemoryTierShort"):
             manager.save(2, state(2))
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -519,12 +519,13 @@ def test_what_another_run_left_is_no_room_for_this_one(
 ) -> None:
     """Retention does not remove it, so a save that counts on its memory would fill the node's."""
     room = 1 << 40
-    monkeypatch.setattr(limit, "measure_memory", lambda _: room)  # what this machine has changes with what else it does
+    # What this machine has changes with what else it does.
+    monkeypatch.setattr(memory_root, "measure_memory", lambda _: room)
     large = {"w": torch.zeros(8 << 20, dtype=torch.uint8)}
     with opened(root, memory, disk_every=100) as manager:
         manager.save(1, large)
     store = LocalStore(memory)
-    tier = limit.MemoryLimit(store, 3)
+    tier = memory_root.MemoryLimit(store, 3)
     assert tier.measure("step-2") == room
     with mock.patch.dict(node_post._seen):
         node_post.remember(store, "step-2", Version("0123456789abcdef", 1, 0.0, ""))

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from replicated_ckpt import CachedSavePlanner, PlansUnknown
 from replicated_ckpt.dcp.agreement.decision import announce
-from replicated_ckpt.dcp.planning.cached_planner import basis_of
+from replicated_ckpt.dcp.planning.cached_plan import basis_of
 from tests.marks import mark_long
 
 State = dict[str, Any]

@@ -11,7 +11,7 @@ from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.core.protocol.placement import Placement
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
 from replicated_ckpt.dcp.agreement.node_post import NodePost
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
 from replicated_ckpt.dcp.save.replicas import HelpPlan, HelpPlans, count_copies, digest_of_items, find_helped
 from replicated_ckpt.stores.peer.client import AgentAddress
 

@@ -5,8 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
-from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_to_host, memory_of
 
 PIECE_BYTES = 1 << 10
 

@@ -37,7 +37,7 @@ def test_a_job_that_fails_after_each_restore_steps_back(cluster_of: ClusterOf, t
     results = cluster.launch([again, save, after], nodes=[0, 1])
     assert [results.of(each).agreed() for each in (again, save, after)] == [1, 1, 3]
     [warning], others = results.warnings_of(again)
-    assert "'step-1' is loaded, as 'step-2' was restored 3 times without a later save (max_tries=3)" in warning
+    assert "'step-1' is loaded, because 'step-2' was restored 3 times without a later save (max_tries=3)" in warning
     assert "`replicated-ckpt reject step-2 --root ROOT`" in warning
     assert (others, results.warnings_of(after)) == ([], [[], []])
 

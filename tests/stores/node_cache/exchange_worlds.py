@@ -1,7 +1,7 @@
 """Small worlds of an exchange: the ranks of one node, a few cells, and every order in which their threads may act.
 
 The exchanges and caches are real ones. What drives them is written anew, as plainly as it can be: each rank has the steps
-that a load has (`dcp/load/loading.py`, `dcp/load/fetch_ahead.py`), and `search` takes them in every order, from every state
+that a load has (`dcp/load/loading.py`), and `search` takes them in every order, from every state
 once.
 Time is left out: a rank may be given up whenever it is stopped or dead, and never while it runs.
 """

@@ -1,4 +1,4 @@
-"""A DCP checkpoint as a source: its items, wherever their bytes come from."""
+"""A DCP checkpoint as a source of a conversion. A Fetcher reads the bytes of its items from one place."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.key_rules import Path
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import tensor_of
-from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry, check_plain
+from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry, check_plain
 from replicated_ckpt.dcp.objects.storages import dtype_of, record_of
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.tensors.tensor_memory import tensor_over, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20
-"""Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
+"""Larger items are read in pieces of this size, because memory may hold three copies of what is read at once."""
 _END_BYTES = 4096
 """Bytes that are read at each end of a large tensor's container; around the elements there is about 1 KiB."""
 _HINT_DAMAGED = "The checkpoint is damaged, or its save never ended: convert another checkpoint."
@@ -100,7 +100,7 @@ class ItemsSource:
                     f"{self._label} was saved through stream transforms, which this package does not read.",
                     _HINT_TRANSFORMED,
                 )
-            # A hostile .metadata may describe a huge tensor in a small file: its memory is taken before it is read.
+            # A hostile .metadata may describe a huge tensor in a small file, and memory is taken before the read.
             if info.length < least:
                 detail = f"its .metadata describes a tensor of {least} bytes in an item of {info.length}"
                 raise ObjectCorrupt(self._label, "convert", info.relative_path, detail, _HINT_ITEM)
@@ -122,7 +122,7 @@ class ItemsSource:
         """The ranges that must be read to fill `common` into its place in `target`."""
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
-        # Elements are not in rows, or the item is small: it is read whole.
+        # The item is small, or its elements are not in rows: it is read whole.
         if start is None:
             inside, place = common.relative_to(chunk), _view(target, common.relative_to(part.chunk))
 
@@ -150,7 +150,7 @@ class ItemsSource:
             raise ObjectCorrupt(
                 self._label, "convert", entry.key, f"its bytes are not a tensor: {exc}", _HINT_ITEM
             ) from exc
-        # Intact bytes of another tensor: copied, they would be wrong numbers without a word.
+        # The bytes of another tensor would silently be copied as wrong numbers.
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
             raise ObjectCorrupt(
                 self._label, "convert", entry.key, "it is a different tensor than .metadata describes", _HINT_ITEM
@@ -159,7 +159,7 @@ class ItemsSource:
         return tensor
 
     def _probe(self, parts: Sequence[Part]) -> None:
-        """Finds the first element in those large items that are read for the first time."""
+        """Finds where the elements begin in each large item that is read for the first time."""
         wanted: list[Wanted] = []
         ends: list[tuple[StorageInfo, TensorEntry, Chunk, list[bytes]]] = []
         for part in parts:
@@ -169,7 +169,7 @@ class ItemsSource:
                 info = self._info(part.entry.key, chunk.offsets)
                 if info.length <= PIECE_BYTES or (info.relative_path, info.offset) in self._data_starts:
                     continue
-                # Also if the probe fails: each item is probed once, and then read whole.
+                # Set before the probe: if that fails, the item is read whole, and not probed again.
                 self._data_starts[info.relative_path, info.offset] = None
                 pair = [b"", b""]
                 ends.append((info, part.entry, chunk, pair))
@@ -195,7 +195,7 @@ class ItemsSource:
 
 
 def _check_path(path: Any, key: str) -> Path:
-    """The path that a planner stored for a key, if it is one; foreign planners may store anything."""
+    """The path that a planner stored for a key. If a foreign planner stored anything else: the key alone."""
     if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str:
         return path
     return (key,)
@@ -229,7 +229,7 @@ def _find_data(head: bytes, tail: bytes, size_bytes: int, shape: tuple[int, ...]
         if offset + length <= len(head):
             return memoryview(head)[offset : offset + length]
         start = offset - (size_bytes - len(tail))
-        # The pickle lies elsewhere: no container that `torch.save` wrote of one tensor.
+        # The pickle lies elsewhere, so `torch.save` did not write this container of one tensor.
         if start < 0:
             raise ValueError(f"bytes {offset} to {offset + length} are not at the ends")
         return memoryview(tail)[start : start + length]

@@ -11,7 +11,7 @@ from replicated_ckpt.core.key_rules import KeyRules, Path, rename_path
 from replicated_ckpt.errors import ConfigInvalid
 
 WINDOW_BYTES = 64 << 20
-"""The part of a state dict that is in memory at once."""
+"""How much of a state dict is in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Source(Protocol):
     contents: Contents
 
     def check(self, contents: Contents) -> None:
-        """Checks that all of this can be read, as far as possible without reading it.
+        """Checks that all of `contents` can be read, as far as possible without reading it.
 
         Raises:
             ReplicatedCkptError
@@ -128,7 +128,7 @@ class Source(Protocol):
 
 
 def windows(units: Iterable[Unit]) -> Iterator[list[Unit]]:
-    """Parts and objects in groups of WINDOW_BYTES at most, or of one. An object of unknown size is by itself."""
+    """Groups of parts and objects, of at most WINDOW_BYTES or of one member. An object of unknown size is by itself."""
     group: list[Unit] = []
     size_bytes = 0
     for unit in units:
@@ -144,7 +144,7 @@ def windows(units: Iterable[Unit]) -> Iterator[list[Unit]]:
 
 
 def stream_tensors(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """The tensors, one after the other, in pieces that together are their elements row by row."""
+    """The tensors, one after the other, in pieces in the order of their rows."""
     for group in windows(_windows_of(entries)):
         yield from zip((part.entry for part in group), source.read(group), strict=True)
 
@@ -164,7 +164,7 @@ def check_covered(entry: TensorEntry) -> None:
 
 
 def check_plain(key: str, tensor: torch.Tensor) -> None:
-    """Raises ConfigInvalid: it is sparse or quantized, or not on the CPU."""
+    """Raises ConfigInvalid if a tensor is sparse or quantized, or is not on the CPU."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else tensor.layout
         raise ConfigInvalid(f"{key!r} is not a plain tensor ({kind}, {tensor.device}).", "Use --exclude.")

@@ -1,1 +1,0 @@
-"""Directories of torch's own DCP format."""
