@@ -17,8 +17,7 @@ from dataclasses import replace
 
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, PeerBook
-from replicated_ckpt.node.peers.duplicate_nodes import Who, ask_who
+from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, PeerBook, Who, ask_who
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 

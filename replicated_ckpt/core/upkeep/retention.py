@@ -8,8 +8,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import find_step
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.manifest import Manifest, metrics_of
 from replicated_ckpt.core.upkeep.marks import merge_marks
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence

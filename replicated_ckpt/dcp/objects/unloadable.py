@@ -7,9 +7,8 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, is_archive, within
-from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, names_in
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.core.pickles.tree import PickleUnsafe
+from replicated_ckpt.core.pickles.tree import DEPTH_MAX, PickleUnsafe, names_in
 from replicated_ckpt.dcp.objects.values import key_of
 from replicated_ckpt.dcp.objects.weights_only import load_object, pickle_in, unknown_names
 from replicated_ckpt.dcp.runtime.caller import warn

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, within
-from replicated_ckpt.core.pickles.bounds import check_bounds, names_in
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored, storage_of
+from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored, check_bounds, names_in, storage_of
 from replicated_ckpt.dcp.objects.storages import Storages, copy_records
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
 from replicated_ckpt.dcp.runtime.torch_private import weights_only_names

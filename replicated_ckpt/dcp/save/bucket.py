@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from math import isnan
 from numbers import Real
 
-from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.core.lineage import Histories, histories_from_json
+from replicated_ckpt.core.upkeep.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.dcp.agreement.node_post import ask_agent
 from replicated_ckpt.errors import (
     CheckpointExists,

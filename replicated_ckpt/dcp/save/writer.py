@@ -211,7 +211,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return self._parts.store
 
     def note(self, notes: Mapping[str, Any]) -> None:
-        """Keeps notes (core.notes) with the next save. The coordinator's count."""
+        """Stores the notes in the manifest of the next save. Only those of the coordinator are used."""
         self._next_notes = notes
 
     def keep_best(self, metric: str, best_is: BestIs) -> None:

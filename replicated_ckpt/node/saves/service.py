@@ -26,7 +26,6 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.node.saves.figures import Figures
 from replicated_ckpt.node.saves.finish import Finisher, Outline
 from replicated_ckpt.node.saves.in_doubt import InDoubtSaves, StaleSave
 from replicated_ckpt.node.saves.pins import Pins
@@ -36,6 +35,7 @@ from replicated_ckpt.node.saves.submissions import Submissions
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
+from replicated_ckpt.node.state.rank_reports import Figures
 from replicated_ckpt.node.state.sequence_floor import ReservedSequences, SequenceFloor
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent

@@ -5,9 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.bucket.commit_mark import CommitMark
-from replicated_ckpt.core.manifest import Manifest, decode_manifest
-from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.commit_mark import CommitMark
+from replicated_ckpt.core.manifest import Manifest, decode_manifest, metrics_of
 from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.core.upkeep.marks import Marks
 from replicated_ckpt.core.upkeep.policy import NodeReport, scope_of
@@ -23,8 +22,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.state.policies import PolicyBook
-from replicated_ckpt.node.state.upload_book import UploadBook
-from replicated_ckpt.node.uploads.upload_progress import UploadProgress
+from replicated_ckpt.node.state.upload_book import UploadBook, UploadProgress
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save, remove_superseded
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave

@@ -16,14 +16,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.upkeep.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.node.peers.watch import PeerWatch, SilenceTimeouts
 from replicated_ckpt.node.saves.service import NodeService
-from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.state.upload_book import RETRY_MAX_S, UploadBook, UploadedFiles, UploadProgress
 from replicated_ckpt.node.uploads.bucket_retention import (
     check_wanted,
     make_node_report,
@@ -31,7 +31,6 @@ from replicated_ckpt.node.uploads.bucket_retention import (
     tidy_after,
     withdraw_removed,
 )
-from replicated_ckpt.node.uploads.upload_progress import RETRY_MAX_S, UploadedFiles, UploadProgress
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
