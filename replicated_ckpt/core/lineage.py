@@ -58,7 +58,7 @@ def believe(told: int, known: int) -> int:
 
 
 def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float, str, tuple[int, float, str]]]:
-    """The sort key of these versions: the lineage that was saved last is last, and within each the newest save."""
+    """The sort key of these versions: the lineage with the latest save sorts last, and within a lineage the newest save."""
     newest: dict[str, float] = {}
     for version in versions:
         newest[version.lineage] = max(newest.get(version.lineage, 0.0), version.order[1])

@@ -19,7 +19,7 @@ _RATIO, _SHARE, _LEAST_S = 1.5, 0.05, 0.05
 
 @dataclass(frozen=True)
 class Slowest:
-    """What stands out: a rank, or a node if `rank` is None. `phase` took `seconds`, and `median_s` at the others.
+    """A rank that stands out, or a node if `rank` is None. Its `phase` took `seconds`, those of the others `median_s`.
 
     `waiting_rank`: the rank that waited for the node. With the phase LATE, the rank began `seconds` after the others.
     """
@@ -49,7 +49,7 @@ def find_slowest(reports: Sequence[RankReport]) -> Slowest | None:
     """The rank or node that took longer than the others by the most. None: none stands out, or there is only one rank.
 
     `reports`: one of each rank, of one save or load. A node stands out if all of its ranks do, or if a rank waited for it
-    that does its own work as fast as the others.
+    although that rank did its own work as fast as the others.
     """
     longest_s = max((one.seconds for one in reports), default=0.0)
 
@@ -98,11 +98,11 @@ def _compare_nodes(reports: Sequence[RankReport]) -> Iterator[Slowest]:
 
 
 def _own_seconds(one: RankReport, phase: str) -> float:
-    """Seconds of a phase. In a load, without the time in which other nodes were read."""
+    """Seconds of a phase. In a load, without the time that reads from other nodes took."""
     if one.kind == "load":
         waited = sum(spent for node, spent in one.seconds_by_node.items() if node != one.node_id)
         return max(0.0, one.phases.get(phase, 0.0) - waited)
-    # Only spans have the phases within `plan`.
+    # The phases within `plan` are only in the spans.
     return one.phases.get(phase) or sum(span.busy_s for span in one.spans if span.phase == phase)
 
 
@@ -113,7 +113,7 @@ def _compare_waits(reports: Sequence[RankReport]) -> Iterator[Slowest]:
         for phase, node, spent in _list_waits(one):
             waits_by_phase.setdefault(phase, []).append((one, node, spent))
     for phase, waits in waits_by_phase.items():
-        # A rank of a load that reads its own disk alone waits for no node.
+        # A rank that loads only from its own disk waits for no node: it counts with 0 s.
         idle = len(reports) - len({one.rank for one, _, _ in waits}) if phase == "read" else 0
         medians = _medians_of_others([*(spent for _, _, spent in waits), *[0.0] * idle])
         for (one, node, spent), others_s in zip(waits, medians, strict=False):
@@ -131,14 +131,14 @@ def _list_waits(one: RankReport) -> Iterator[tuple[str, str, float]]:
 
 
 def _blame(wait: Slowest, slow: Sequence[Slowest], reports: Sequence[RankReport]) -> Slowest:
-    """Whom a long wait for a node shows to be slow: the node, or the rank that waited. `slow`: in their own work."""
+    """The cause of a long wait for a node: the node, or the rank that waited. `slow`: those whose own work was slow."""
     at_node = [one for one in slow if one.node_id == wait.node_id]
-    # The node's own disk is slow: that tells more than that copies arrive there slowly.
+    # If the node's own work is slow, too, that explains the wait.
     if at_node and (worst := max(at_node, key=lambda one: one.excess_s)).excess_s > wait.excess_s / 4:
         return worst
     (waiting,) = (one for one in reports if one.rank == wait.waiting_rank)
     is_slow_itself = any(one.node_id == waiting.node_id and one.rank in (None, waiting.rank) for one in slow)
-    # A rank that is slow in all it does sends slowly, too, to a node that may be as fast as any.
+    # A rank that does its own work slowly also sends slowly, even to a fast node.
     if is_slow_itself and wait.phase not in _ASKED:
         return Slowest(waiting.node_id, waiting.rank, wait.phase, wait.seconds, wait.median_s)
     return wait
@@ -154,16 +154,16 @@ def _compare_begins(reports: Sequence[RankReport]) -> Iterator[Slowest]:
 
 
 _GAP = 0.1
-"""Between a save and a load that are drawn side by side, as a share of the first."""
+"""Gap in the picture between a save and the load after it, as a share of the first's duration."""
 _Event = dict[str, Any]
 
 
 def make_trace(operations: Iterable[Sequence[RankReport]], name_by_node: Mapping[str, str]) -> dict[str, Any]:
     """The trace of a save and a load, each given by the reports of its ranks. Ranks without spans are left out.
 
-    A process of the trace is a node, a thread a rank or the node's agent. Work of one rank that overlaps gets further
-    threads. Clocks of nodes may differ: the ranks are aligned at the end of `plan`, which DCP ends on all ranks at once.
-    What follows the first operation is drawn right after it, whatever time lay between them.
+    Each node is a process of the trace, each rank and agent a thread. Overlapping work of one rank gets further threads.
+    Clocks of nodes may differ: the ranks are aligned at the end of `plan`, which DCP ends on all ranks at once. The second
+    operation is drawn right after the first, whatever time lay between them.
     """
     tracks = _Tracks(name_by_node)
     events: list[_Event] = []
@@ -172,7 +172,7 @@ def make_trace(operations: Iterable[Sequence[RankReport]], name_by_node: Mapping
         drawn = [one for one in reports if one.spans]
         longest_s = max((_plan_s(one) for one in drawn), default=0.0)
         slices = [each for one in drawn for each in _list_slices(one, begin_s + longest_s - _plan_s(one))]
-        # In the order of their begins: the node's agent works for several ranks at once.
+        # Sorted by start, as `take` requires: an agent works for several ranks at once.
         events += [_draw(*each, tracks) for each in sorted(slices, key=lambda each: (each[2], -each[3]))]
     return {"displayTimeUnit": "ms", "traceEvents": [*tracks.describe(), *events]}
 
@@ -202,7 +202,7 @@ def _draw(one: RankReport, span: Span | None, begin_us: int, end_us: int, tracks
 
 
 class _Tracks:
-    """The processes and threads of a trace. Slices of one thread may contain each other, and not overlap otherwise."""
+    """The processes and threads of a trace. Slices of one thread may contain each other, but not overlap otherwise."""
 
     def __init__(self, name_by_node: Mapping[str, str]) -> None:
         self._names = name_by_node

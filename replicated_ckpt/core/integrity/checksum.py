@@ -90,14 +90,15 @@ def usual_footer_bytes(file_bytes: int) -> int:
 
 
 def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Possible block sizes and data sizes of a file with a damaged footer, the likelier ones first.
+    """Possible pairs of block size and data size of a file with a damaged footer, the most likely first.
 
-    `file_tail`: its last FOOTER_TAIL_BYTES, or fewer, which still have both numbers if the damage lies elsewhere. Those
-    come last: a footer ends with its own checksum, so other block sizes with as many blocks give the same file CRC32C.
+    `file_tail`: the last FOOTER_TAIL_BYTES of the file, or fewer. It contains both sizes if the damage lies elsewhere.
+    That pair comes last, as the file's CRC32C may not disprove it: a footer ends with its own checksum, so any other
+    footer of the same length gives the same CRC32C.
     """
     data_bytes = file_bytes - usual_footer_bytes(file_bytes)
     is_possible = data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes
-    # The usual block size first, as the tail may be the damaged part.
+    # The usual block size first: the tail may be the damaged part.
     found = [(BLOCK_BYTES, data_bytes)] if is_possible else []
     if footer_bytes_of(file_tail, file_bytes) is not None:
         _, said_block_bytes, said_data_bytes, _ = _TAIL.unpack(file_tail)

@@ -34,7 +34,10 @@ def follow(raw: bytes) -> Any:
 
 
 class Stack:
-    """`items` are those above the last mark. `shared`: ids of nodes that were used a second time, and must not change."""
+    """The stack of a pickle's opcodes, with nodes of the tree in place of objects.
+
+    `items` are those above the last mark. `shared`: ids of nodes that were used a second time, and must not change.
+    """
 
     def __init__(self, shared: set[int]) -> None:
         self.items: list[Any] = []
@@ -108,7 +111,7 @@ class Stack:
         target += above
 
     def _fill(self, kind: type[list[Any]]) -> Any:
-        """The container on top, or the contents of an instance on top, made as `kind` if there are none."""
+        """The container on top of the stack; for an instance, that of its contents, created as `kind` if missing."""
         target = self._new()
         if type(target) is not Made or target.state is not None:
             return target
@@ -117,7 +120,7 @@ class Stack:
         return target.contents
 
     def _new(self) -> Any:
-        """The node on top. Raises PickleUnsafe: another node refers to it already."""
+        """The node on top of the stack. Raises PickleUnsafe: another node refers to it already."""
         # A change after the second use could build a circle, or values that two unpicklers read differently.
         if id(self.items[-1]) in self._shared:
             raise PickleUnsafe("changes an object after its use")

@@ -88,7 +88,7 @@ LEAVES = frozenset({str, bytes, int, float, bool, type(None), Named})
 
 
 def member_in(node: Made) -> tuple[Named, str] | None:
-    """The class and the name of a member of an enum, if the node is one: `getattr(class, name)`.
+    """The class and the name, if the node is a member of an enum: `getattr(class, name)`. None: it is not.
 
     Python 3.11.0 to 3.11.3 pickle members so, others by their value. Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
     """
@@ -190,7 +190,9 @@ _HOOKS = frozenset(
 
 
 def check_bounds(tree: Any, size_bytes: int) -> int:
-    """The weight of the tree. Below the limit, a walk through its values takes time and depth in proportion to its size.
+    """Checks a tree, and returns its weight.
+
+    A walk through the values of an accepted tree takes time in proportion to `size_bytes`, and at most DEPTH_MAX levels.
 
     Raises:
         PickleUnsafe: the tree exceeds a limit, a part contains itself, or an attribute would control a pickler.
@@ -198,7 +200,7 @@ def check_bounds(tree: Any, size_bytes: int) -> int:
     weight_max = WEIGHT_MIN + WEIGHT_PER_BYTE * size_bytes
     extents: dict[int, tuple[int, int]] = {}
     begun: set[int] = set()
-    # A loop, not a recursion: the depth is what is being checked.
+    # A loop, not a recursion: the depth is not known to be bounded yet.
     to_do = [tree]
     while to_do:
         node = to_do[-1]
@@ -212,7 +214,7 @@ def check_bounds(tree: Any, size_bytes: int) -> int:
         begun.add(id(node))
         for child in _children(node):
             if type(child) not in LEAVES and id(child) not in extents:
-                # A circle: every walk through the value would never end.
+                # A cycle: a walk through the value would never end.
                 if id(child) in begun:
                     raise PickleUnsafe("holds a part that contains itself")
                 to_do.append(child)
@@ -220,7 +222,7 @@ def check_bounds(tree: Any, size_bytes: int) -> int:
 
 
 def _extent(node: Any, extents: dict[int, tuple[int, int]], weight_max: int) -> tuple[int, int]:
-    """Weight and depth of a node whose children's are known."""
+    """Weight and depth of a node, from those of its children."""
     weight, depth = 1, 0
     for child in _children(node):
         if type(child) in LEAVES:
@@ -251,7 +253,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def names_in(tree: Any) -> set[Named]:
-    """Every name in a tree. For a member of an enum its class, in either form of pickling."""
+    """Every name in a tree. A member of an enum counts as its class, in both forms of pickling."""
     found: set[Named] = set()
     seen: set[int] = set()
     to_do = [tree]

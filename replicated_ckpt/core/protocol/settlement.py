@@ -17,7 +17,7 @@ class Answer(Enum):
     PUBLISHED = "committed"
     """The node has committed the save."""
     DECIDED = "decided"
-    """The node has the decision and cannot publish it: a newer save is published."""
+    """The node has the decision, but cannot publish it, because a newer save is published."""
     WORKING = "working"
     """The save is staged, and ranks of that node still work on it."""
     STAGED = "staged"
@@ -86,7 +86,7 @@ def may_publish(staged: Version, published: Version | None, replaces: str) -> bo
     if published is None or published.save_id == staged.save_id:
         return True
     if published.lineage == staged.lineage:
-        # A save that was delayed, as by a stopped agent, must not replace a newer one.
+        # A delayed save, for example of a stopped agent, must not replace a newer one.
         return staged.is_newer_than(published)
     return published.save_id == replaces
 

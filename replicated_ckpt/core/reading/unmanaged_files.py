@@ -160,7 +160,7 @@ class UnmanagedSave:
 
     @property
     def save_id(self) -> str:
-        """A made-up id, derived from the files, so that every node derives the same."""
+        """A made-up id, derived from the files: every node derives the same one."""
         size, crc = self.metadata.identity
         return hashlib.sha256(f"stock/{self.checkpoint_id}/{size}/{crc}".encode()).hexdigest()[:32]
 

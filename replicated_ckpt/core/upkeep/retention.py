@@ -21,8 +21,8 @@ class Candidate:
 
     `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
     reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
-    `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder has it.
-    `is_rejected`: a user has "latest" skip it, so it takes no good checkpoint's place.
+    `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder still
+    has the optimizer. `is_rejected`: a user has rejected it, so "latest" skips it, and it takes no good checkpoint's place.
     """
 
     checkpoint_id: str
@@ -62,10 +62,10 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     while an older version of its checkpoint is, since its removal would publish that version again.
 
     With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
-    `full_last` whole full ones. The newest full one with all its copies keeps it.
+    `full_last` whole full ones. The newest full one with all its copies keeps its optimizer.
 
-    A rejected save takes no good one's place in any rule, and stays where it would without the mark. So a mark, which a
-    peer may have sent, removes nothing.
+    A rejected save takes a good one's place in no rule, but is kept wherever it would be kept without the mark. A mark may
+    come from a peer, and so must not remove anything.
     """
     newest_whole: dict[str, int] = {}
     good = [candidate for candidate in candidates if not candidate.is_rejected]
@@ -102,7 +102,7 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 def _find_dropping(
     candidates: Sequence[Candidate], good: Sequence[Candidate], retention: Retention
 ) -> Mapping[str, str]:
-    """For each save that loses its optimizer if it is kept, the rule. `good`: the saves that count."""
+    """By save that loses its optimizer if it is kept: the rule. `good`: the candidates that are not rejected."""
     if retention.full_last is None:
         return {}
     full = {one.sequence for one in good if one.is_full and one.is_whole}
@@ -126,7 +126,7 @@ def _find_dropping(
 
 
 def _find_protected(candidates: Iterable[Candidate]) -> set[int]:
-    """The sequence of the newest with all its copies."""
+    """The sequence of the newest candidate with all its copies; empty if there is none."""
     return {max(found)} if (found := [one.sequence for one in candidates if one.is_protected]) else set()
 
 
@@ -144,7 +144,7 @@ def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidat
 
 
 def _find_period(candidate: Candidate, retention: Retention) -> str | None:
-    """The rule by which its step keeps it, if it does."""
+    """The rule by which the step in its id keeps a candidate; None if it does not."""
     step, period = find_step(candidate.checkpoint_id), retention.keep_period
     is_multiple = step is not None and period is not None and step % period == 0
     return f"its step {step} is a multiple of {period}" if is_multiple else None
@@ -200,7 +200,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """The verdicts, removals and slimmings of nodes that answer. Nodes that return later plan for themselves."""
+    """The verdicts, and the removals and slimmings on nodes that answer. Nodes that return later plan for themselves."""
 
     verdicts: tuple[Verdict, ...] = ()
     removals: tuple[Removal, ...] = ()
@@ -213,7 +213,7 @@ class RetentionPlan:
 
     @property
     def slimmed(self) -> frozenset[str]:
-        """The saves of which no node keeps the optimizer."""
+        """The saves of which no node should keep the optimizer."""
         return frozenset(verdict.save_id for verdict in self.verdicts if verdict.drops_optimizer)
 
     @property

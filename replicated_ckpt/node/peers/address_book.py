@@ -39,7 +39,7 @@ def _as_given(peer: AgentAddress) -> AgentAddress:
 
 
 class _Known(NamedTuple):
-    """The content of the book: addresses by node, nodes that announced their exit, and nodes that the user has removed."""
+    """The content of the book: addresses by node, nodes that announced their exit, and nodes that the user removed."""
 
     peers: dict[str, AgentAddress]
     away: frozenset[str] = frozenset()
@@ -62,10 +62,12 @@ class PeerBook:
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:
-        """Stores current addresses, from ranks or from the nodes themselves. They replace older ones; none counts as away.
+        """Stores current addresses, from ranks or from the nodes themselves, in place of older ones.
+
+        Their nodes no longer count as away.
 
         Raises:
-            StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
+            StoreDenied: an address has no certificate fingerprint, but its node has one, or must be reached by TLS.
         """
         known = {peer.node_id: peer for peer in self.read_all()}
         for peer in peers:
@@ -76,7 +78,7 @@ class PeerBook:
         self._merge({peer.node_id: _as_given(peer) for peer in peers}, returned={peer.node_id for peer in peers})
 
     def leave(self, node_id: str) -> None:
-        """Notes that a node's agent has said goodbye: its disk is intact."""
+        """Records that a node's agent has announced its exit: the node's disk is intact."""
         self._merge({}, returned=(), left={node_id})
 
     def forget(self, node_id: str) -> bool:
@@ -114,7 +116,7 @@ class PeerBook:
             raise ObjectMissing(
                 "this agent's address book", "find", node_id[:80], "it was not introduced", INTRODUCE_HINT
             )
-        return self._tell(found)
+        return self._with_origin(found)
 
     def read_all(self) -> tuple[AgentAddress, ...]:
         """The peers met so far. A damaged file counts as none: jobs introduce the nodes again.
@@ -123,19 +125,19 @@ class PeerBook:
             StoreDenied: another user of the host can have written it.
         """
         stored = (peer for peer in self._read().peers.values() if peer.node_id not in self._given)
-        return (*map(self._tell, stored), *self._given.values())
+        return (*map(self._with_origin, stored), *self._given.values())
 
-    def _tell(self, peer: AgentAddress) -> AgentAddress:
-        """The address with its origin: an error about it names this book, and the source of the host in it."""
-        told = f"{_FROM}{peer.origin}" if peer.origin else ""
-        return replace(peer, origin=f"{_BOOK} {self._path}{told}")
+    def _with_origin(self, peer: AgentAddress) -> AgentAddress:
+        """The address with its origin for error messages: this book, and where the book has it from."""
+        source = f"{_FROM}{peer.origin}" if peer.origin else ""
+        return replace(peer, origin=f"{_BOOK} {self._path}{source}")
 
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:
             known = self._read()
             met_before = {node: peer for node, peer in known.peers.items() if node not in news}
             still_away = (known.away | set(left)) - set(returned)
-            # met last, last: a book that is full loses its first
+            # the last met peers come last: a full book drops the first ones
             after = _Known({**met_before, **news}, still_away, known.forgotten - news.keys())
             # Each save and load comes here: without news the disk is not touched.
             if after != known:
@@ -156,11 +158,11 @@ class PeerBook:
             # Damaged: jobs introduce their nodes again, and no peer is made up from half a file.
             return known
         except OSError as exc:
-            raise_shortage(exc, self._path)  # else a book with all nodes would be written anew with one
+            raise_shortage(exc, self._path)  # otherwise the next write would drop all other nodes
             return known
         away, forgotten = set[str](), set[str]()
         for entry in entries if isinstance(entries, list) else []:
-            # a wrong entry hides no right one
+            # an invalid entry must not hide the valid ones
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 if entry.get("forgotten"):
                     forgotten.add(str(entry["node_id"]))

@@ -157,7 +157,7 @@ def receive_file(
         size, crc = _write(sink, body, take)
         # Before the file gets its name: bytes that changed on the way must not count as a copy.
         _check_against_footer(path, sink, size, crc)
-        staged = _find_staged(path, durable=durable)  # no other thread gets this name: each needs the part
+        staged = _find_staged(path, durable=durable)  # no other thread can publish now: each needs the `.part` file
         if staged is not None:
             sink.discard()
             if staged != Received(size, crc):

@@ -118,13 +118,13 @@ class NodeService:
         self._refuse_over(intent.save_id, *_ABORTED)
         self.pins.end(intent.session.partition(WRITER)[0])
         self.is_drained = False  # it is used again
-        found = self.list_stale_saves(intent)  # not again once that is done: a later save may be open by then
+        found = self.list_stale_saves(intent)  # listed once: later, another save may be open
         completed = self._complete_decided(stale_save.intent for stale_save in found)
         stale_saves = tuple(stale_save for stale_save in found if stale_save.intent.save_id not in completed)
-        with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
+        with self._lock:  # before it is on disk: no search may take it for a save without ranks
             if self._is_leaving:
                 raise _leaving_error(intent)
-            self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
+            self._opened_at[intent.save_id] = math.inf  # it counts as young until it is open, however slow the disk is
         try:
             self.open_in_store(intent)
         except BaseException:
@@ -184,7 +184,7 @@ class NodeService:
             self.marks.learn(told, {manifest.save_id for _, manifest in self.store.catalog.versions()})
 
     def open_in_store(self, intent: Intent) -> None:
-        """The step of `begin` that makes the save visible on disk."""
+        """The step of `open_save` that makes the save visible on disk."""
         self.store.begin(intent)
 
     def list_stale_saves(self, by: Intent | None = None) -> tuple[StaleSave, ...]:
@@ -260,8 +260,8 @@ class NodeService:
         intent = self.store.intent_of(save_id)
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
-            manifest = decode_manifest(raw, "what was brought")
-            # The opening has checked one name: the decision must not publish under another.
+            manifest = decode_manifest(raw, "the request of a peer")
+            # The opening has checked only this name: the decision must not publish under another one.
             if manifest.checkpoint_id != intent.checkpoint_id:
                 raise ManifestInvalid(
                     f"Save {save_id} was opened for {intent.checkpoint_id!r}, but its manifest names another checkpoint."

@@ -112,7 +112,7 @@ def _settle_one(
     if answer is Answer.ABSENT and not stale_save.may_live:
         service.abort(intent.save_id, stale_save.why, unless_decided=True)
         return
-    # Blocked by a newer save: it goes once that one is whole, or once its coordinator's node has dropped it.
+    # A newer save blocks it: it is removed once that one is whole, or once its coordinator's node has removed it.
     if answer is Answer.DECIDED:
         if _is_aborted(service, intent, silent):
             service.abort(intent.save_id, stale_save.why)
@@ -179,7 +179,7 @@ def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent
     outcome = FanOut.run(by_node, lambda node: _ask(by_node[node], asked[node]))
     for node, error in outcome.errors.items():
         log.info("asked %s about save %s: %s", by_node[node].label, intent.save_id, error)
-        # One that answers with an error is asked again for the next save: it is not down.
+        # A node that answers with an error is not down: it is asked again for the next save.
         if isinstance(error, StoreUnavailable):
             silent.add(node)
     return outcome.results
@@ -263,14 +263,14 @@ _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.3, 3.0
 FOLLOW_S = 60.0
 """After the last sign of life from the coordinator's node. Later, re-protection settles the save like any stale one."""
 STAY_S = 90.0
-"""An agent that ranks started stays so long after it opened a save: by then re-protection has settled it."""
+"""How long an agent that ranks started stays after it opened a save: by then re-protection has settled the save."""
 
 
 def awaits_settling(service: NodeService) -> bool:
     """Whether a save is staged here that is too young for re-protection to settle.
 
     Raises:
-        StoreError: it cannot be seen.
+        StoreError: the node's own store cannot be read.
     """
     staged = service.store.list_staged()
     return any(service.was_opened_within(STAY_S, each) and not service.in_doubt.has(each.save_id) for each in staged)

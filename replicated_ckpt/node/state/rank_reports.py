@@ -18,7 +18,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 log = logging.getLogger(__name__)
 
 KEPT = 16
-"""Saves, and as many loads. At a thousand ranks the files of rank 0's node take about 1 MB each."""
+"""Saves whose reports stay, and as many loads. With 1,000 ranks, one save takes about 1 MB on rank 0's node."""
 _FILE_BYTES_MAX = 64 << 20
 _PREFIX, _SUFFIX = "report-", ".json"
 
@@ -33,7 +33,7 @@ class RankReports:
         self._root, self._path = store.root, store.root_agent_directory()
 
     def keep(self, report: RankReport) -> None:
-        """Writes a report, and removes those of the oldest saves or loads. A power loss may take it.
+        """Writes a report, and removes those of the oldest saves or loads. They are not fsynced.
 
         Raises:
             StoreError: the file cannot be written.
@@ -143,7 +143,7 @@ class Figures:
 
     def _count(self, origin: Origin, name: str) -> None:
         with self._lock:
-            # Ranks choose names of their own: each one would stay for good.
+            # The names come from ranks, and each stays: their number must be bounded.
             is_known = (origin, name) in self._errors or len(self._errors) < _CLASSES_MAX
             self._errors[origin, name if is_known else _OTHER] += 1
 

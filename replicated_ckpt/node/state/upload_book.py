@@ -72,7 +72,7 @@ class UploadBook:
         """The bucket of a URL.
 
         Raises:
-            ConfigInvalid: no rank of this node has named it, or its options do not fit.
+            ConfigInvalid: no rank of this node has named it, or its options are invalid.
         """
         with self._lock:
             known, target = self._bucket_by_url.get(url), self._target_by_url.get(url)
@@ -87,7 +87,7 @@ class UploadBook:
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened
 
     def order(self, save_id: str, url: str) -> None:
-        """Stores an order by hand, also for a save without an upload of its own. Raises StoreError: it is not stored."""
+        """Stores a user's order to upload a save to `url`, whatever upload the save has. Raises StoreError: not stored."""
         with self._lock:
             before = self._url_by_save
             self._url_by_save = {**before, save_id: url}
@@ -103,7 +103,7 @@ class UploadBook:
             return save_id in self._url_by_save
 
     def apply(self, manifest: Manifest) -> Manifest:
-        """The manifest with the URL of an order by hand, if there is one: it takes precedence over the save's own."""
+        """The manifest with the URL of a user's order, if there is one: it takes precedence over the save's own."""
         with self._lock:
             url = self._url_by_save.get(manifest.save_id)
         if url is None:
@@ -200,7 +200,7 @@ class UploadProgress:
         self.intact.clear()
 
     def wait_for_end(self, now: float) -> None:
-        """This node has uploaded its part, and waits for others: the pause between looks grows."""
+        """Sets the time of the next look for the other nodes' parts. Each pause is longer than the one before."""
         self._clear_error()
         self._wait_s = min(WAIT_MAX_S, 1.5 * self._wait_s)
         self._pause(now, self._wait_s)
@@ -218,7 +218,7 @@ class UploadProgress:
         self._pause(now, min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(state.attempts, 20), longest_s))
 
     def try_now(self) -> None:
-        """Tries again at once, as if no try had failed."""
+        """Makes the next try due now, as if no try had failed."""
         self.state.is_denied, self.state.failing_s = False, 0.0
         self._failing_since, self.due = None, 0.0
 
@@ -235,9 +235,10 @@ _Place = tuple[str, int, int, int]
 
 
 class UploadedFiles:
-    """The keys of uploaded files of unchanged entries, by bucket and file. Safe for concurrent use.
+    """The keys in buckets of files with unchanged entries, by bucket and file. Safe for concurrent use.
 
-    No file is written in place, so the same file has the same bytes. An agent that starts knows none, and uploads once.
+    Files are never written in place, so the same file has the same bytes. After its start an agent knows no keys, and
+    uploads each file once.
     """
 
     def __init__(self) -> None:
@@ -250,7 +251,7 @@ class UploadedFiles:
             return self._keys.get(_place_of(url, status))
 
     def note(self, url: str, status: os.stat_result, name: str, key: str) -> None:
-        """The bucket has this file, the shard `name`, under this key. Only those of unchanged entries are kept."""
+        """Records under which key the bucket has this file, the shard `name`; only if its entries are unchanged ones."""
         if part_of_shard(name) is not Part.UNCHANGED:
             return
         with self._lock:

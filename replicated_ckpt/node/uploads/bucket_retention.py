@@ -34,7 +34,7 @@ TOLD_MAX = 16
 """The last uploads that a node still reports after it has removed those saves."""
 
 _REFUSED_MAX = 16
-"""Refused deletions after each save, before the rest waits for the next one."""
+"""After this many refused deletions, the rest waits for the next save."""
 
 
 def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> NodeReport:
@@ -52,7 +52,7 @@ def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[st
     over = [
         save_id
         for save_id, state in states.items()
-        if state.state != "pending" and state.url == url_by_save.get(save_id, state.url)  # not of an order before
+        if state.state != "pending" and state.url == url_by_save.get(save_id, state.url)  # not of an earlier order
     ]
     wanted = frozenset(url_by_save)
     uploading = wanted.difference(over)
@@ -104,7 +104,7 @@ def withdraw_removed(
     try:
         _check_not_removed(service, manifest)
     except SaveAborted:
-        # Its user has not removed it: the bucket's copy is that node's, too.
+        # A node whose user has not removed the save still needs the bucket's copy.
         if not any(_keeps(view, manifest.save_id) for view in look()):
             remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
         raise
@@ -177,10 +177,10 @@ def _judge(
 def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention, marks: Marks) -> Sequence[Candidate]:
     """The committed saves of the same run. Those without a mark are not ours: they neither count nor are removed.
 
-    Metrics lie in the manifests, which are read where the policy goes by one.
+    Metrics are in the manifests, which are read only if the policy uses a metric.
 
     Raises:
-        ManifestInvalid, StoreError: one cannot be read; then the best is not known.
+        ManifestInvalid, StoreError: a manifest cannot be read, so the best save is unknown.
     """
     scope = scope_of(manifest.checkpoint_id)
 
@@ -190,7 +190,7 @@ def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention, m
         return metrics_of(decode_manifest(bucket.manifest_raw(save), bucket.client.target.url).notes)
 
     def candidate(save: BucketSave, mark: CommitMark) -> Candidate:
-        # Without reading its manifest: what a slimming has left of an optimizer there is removed by the next one.
+        # By the listing, not the manifest: the next slimming then removes what an interrupted one has left.
         has_optimizer = any(part_of_shard(name) is Part.OPTIMIZER for name in save.sizes)
         is_full = has_optimizer and not mark.is_slim
         named = save.checkpoint_id, save.save_id, mark.sequence

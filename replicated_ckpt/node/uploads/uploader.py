@@ -99,7 +99,7 @@ BUSY_S = 3600.0
 """How long an agent that ranks started stays for an upload without progress."""
 _FORGOTTEN_MAX = 1024
 SHARDS_PARALLEL = 2
-"""Each shard in PARTS_PARALLEL parts at once, with 16 MiB of memory for a part."""
+"""Shards that are uploaded at once, each in PARTS_PARALLEL parts with 16 MiB of memory per part."""
 LOOK_AGAIN_S = 2.0
 """How long one request is retried before the whole try fails."""
 _JOIN_S = 2.0
@@ -125,7 +125,7 @@ class Uploader:
         self._pace_lock = threading.Lock()
         self._timeouts = timeouts
         self._watch_lock = threading.Lock()
-        # An agent that said goodbye uploads nothing: its shards are taken over without an hour's wait.
+        # An agent that announced its exit uploads nothing: other nodes take over its shards at once.
         self._watch = PeerWatch(service.peers, replace(timeouts, away_after_s=0.0), clock)
         self._stopping = stopping
         self._on_bad = on_bad
@@ -173,8 +173,8 @@ class Uploader:
         return make_node_report(self._service, self.book, self._read_uploads())
 
     def state_of(self, save_id: str) -> UploadState | None:
-        """The progress of a save. The caller waits, so the next look is soon. None: not here, or not to be uploaded."""
-        if save_id not in self._uploads or self.book.is_ordered(save_id):  # to another bucket than it may be in
+        """The progress of a save. The next look comes soon, as the caller waits. None: not here, or not to be uploaded."""
+        if save_id not in self._uploads or self.book.is_ordered(save_id):  # the order may name another bucket
             self._find_wanted()
         upload = self._uploads.get(save_id)
         if upload is None:
@@ -232,7 +232,7 @@ class Uploader:
                 raise Stopped
             if upload.due > self._clock():
                 continue
-            if upload.state.url in away:  # it would wait in vain, and with it what goes elsewhere
+            if upload.state.url in away:  # a try would only time out, and delay uploads to other buckets
                 upload.fail(away[upload.state.url], self._clock())
             elif isinstance(exc := self._try(manifest, upload), StoreUnavailable):
                 away[upload.state.url] = exc
@@ -255,7 +255,7 @@ class Uploader:
     def _find_left(self, replaced: Sequence[Manifest]) -> list[Manifest]:
         """The replaced versions that still wait after `lost_after_s` for the newer one to be whole: its nodes may be lost.
 
-        Before that they are not uploaded: usually the newer version is, and they are removed here.
+        Before that they are not uploaded: usually the newer version is uploaded instead, and they are removed here.
         """
         now = self._clock()
         self._replaced_since = {one.save_id: self._replaced_since.get(one.save_id, now) for one in replaced}
@@ -326,7 +326,7 @@ class Uploader:
         if there is not None and self._is_whole(bucket, manifest, there, upload):
             tidy_after(bucket, manifest, there)
             return True
-        bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole
+        bucket.check_place(manifest, there)  # also for a save that lacks a shard, and will never be complete
         check_wanted(self._service, bucket, manifest)
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
         mine = self._choose_own(manifest, missing, upload)
@@ -352,16 +352,16 @@ class Uploader:
         return True
 
     def _open_patiently(self, url: str) -> Bucket:
-        """Opens a bucket with retries of LOOK_AGAIN_S: one failure in some twenty requests would postpone the whole try."""
+        """Opens a bucket whose requests are retried for LOOK_AGAIN_S: a try makes about twenty, and one must not end it."""
         client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(
             RetryingClient(client, within_s=within_s, look_within_s=within_s, should_stop=self._stopping.is_set)
         )
 
     def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
-        """Whether the save is committed there with all its objects. For an order by hand, each shard is checked, too.
+        """Whether the save is committed there with all its objects. For a user's order, each shard is also checked.
 
-        Where the bucket keeps its weights alone, they are all.
+        If the bucket has dropped the optimizer, only the weights' objects count.
         """
         if there.mark is not None and there.mark.is_slim and manifest.weights is not None:
             manifest = manifest.slimmed()
@@ -372,10 +372,9 @@ class Uploader:
         return bucket.is_described(there) and manifest.shards.keys() == self._find_intact(bucket, manifest, upload)
 
     def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
-        """The intact shards in the bucket. A shard that was intact once is not checked again.
+        """The intact shards in the bucket. A shard that was intact once is not checked again, with one exception.
 
-        Except that all are checked again once all are there, if the save has no prefix of its own: another save may have
-        overwritten them.
+        Without a prefix of its own, another save may have overwritten the shards: all are checked again once all are there.
         """
         arrived = bucket.find_arrived(manifest)
         if arrived == manifest.shards.keys() and not prefix_of(manifest):
@@ -399,7 +398,7 @@ class Uploader:
         }
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
-        # The owners come first: else every holder of a copy would upload the same shards at once.
+        # The owners get time to begin: else every holder of a copy would upload the same shards at once.
         if others and self._clock() - upload.first_seen > self._timeouts.lost_after_s / 3:
             views = self._look()
             is_ordered = self.book.is_ordered(manifest.save_id)
@@ -435,7 +434,7 @@ class Uploader:
                     bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
             self._uploaded.note(upload.state.url, status, name, key_of(manifest, name))
         except ObjectCorrupt as exc:
-            # Else it was the bucket that gave other bytes: this node's copy is not suspect.
+            # Otherwise the bucket has returned other bytes: this node's copy is not suspect.
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
@@ -447,7 +446,7 @@ class Uploader:
         self.paused.check_not_paused(save_id)
         # Shards go in parallel, and the bound is for all of them together.
         with self._pace_lock:
-            # What still moves keeps the agent up, however long it takes.
+            # An upload with progress keeps the agent running, however long it takes.
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes
