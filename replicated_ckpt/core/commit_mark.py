@@ -78,7 +78,7 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, flags = _BODY.unpack(memoryview(tail)[:-4])
     # The checksum is right, so this is a newer format. If it counted as damaged, it would be replaced.
     if magic != MAGIC and magic.startswith(_FAMILY):
-        raise ManifestVersionUnknown(f"A commit mark must begin with {magic!r}.")
+        raise ManifestVersionUnknown(f"The commit mark begins with {magic!r} instead of {MAGIC!r}.")
     # A foreign file may pass the CRC by chance or design. A time of NaN would break the order of saves.
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None

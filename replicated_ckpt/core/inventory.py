@@ -20,7 +20,7 @@ class Holding:
     other blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can
     be made from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and
     saves with the same sequence from nodes that never met. `is_replaced`: a newer save is published on that node, and
-    this one stays until the newer one is seen whole. `is_slim`: the node has dropped its optimizer.
+    this one stays until the newer one was seen whole. `is_slim`: the node has dropped its optimizer.
     """
 
     node_id: str

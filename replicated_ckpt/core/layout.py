@@ -26,7 +26,7 @@ OBJECT_NODE = "object-store"
 
 SEQUENCE_MAX = 1 << 62
 SEQUENCE_FLOOR_MAX = 1 << 53
-"""Largest sequence that is accepted from another node. Below SEQUENCE_MAX all nodes can count on from there."""
+"""Largest sequence that is accepted from another node. The numbers up to SEQUENCE_MAX are left for later saves."""
 
 SHARD_INDEX_MAX = 999_999_999
 """The largest number after the rank in the name of a shard."""
@@ -40,7 +40,7 @@ _LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
 PARTS_MAX = 8
-"""Most parts of a checkpoint id, and so the depth to which a root or bucket is searched for checkpoints."""
+"""Largest number of parts of a checkpoint id, and so the depth to which a root or bucket is searched for checkpoints."""
 _NOT_IN_NAMES = frozenset('*?[]{}<>|"`\\^%$')
 """Patterns, quotes and escapes, which shells, URLs and clients of object stores interpret."""
 _NOT_FIRST = " .-~"

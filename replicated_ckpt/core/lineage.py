@@ -20,7 +20,7 @@ class Version:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """The larger one is newer. The clock decides only between groups of nodes that never met."""
+        """A sort key: the larger one is newer. The clock decides only between saves of nodes that never met."""
         # NaN compares with nothing: sorting would depend on the order of the input.
         return self.sequence, 0.0 if isnan(self.created_unix_s) else self.created_unix_s, self.save_id
 
@@ -30,7 +30,7 @@ class Version:
 
 @dataclass(frozen=True)
 class History:
-    """A store's knowledge of one lineage: its largest sequence, and the time of its newest save by the clock.
+    """One lineage as a store records it: its largest sequence, and the time of its newest save by the clock.
 
     `created_unix_s` is 0 if the store has no save of the lineage, and only other nodes have reported it.
     """

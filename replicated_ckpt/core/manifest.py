@@ -58,7 +58,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """A node of the saving world. `ranks` are ranks within the saving process group. `boot_id`: that of its host."""
+    """A node of a save. `ranks` are its ranks within the saving process group. `boot_id`: the boot id of its host."""
 
     node_id: str
     host: str

@@ -35,7 +35,7 @@ class Span:
     by_agent: bool = False
 
     def since(self, began_s: float, longest_s: float, *, by_agent: bool) -> "Span":
-        """This span, whose times are of the host's monotonic clock, with times since `began_s` and up to `longest_s`."""
+        """Converts times of the host's monotonic clock to times since `began_s`, from 0 to `longest_s`."""
         # The agent's container may have another clock: its spans must stay within the save.
         begin_s, end_s = (min(max(0.0, at - began_s), longest_s) for at in (self.begin_s, self.end_s))
         return replace(self, begin_s=begin_s, end_s=end_s, by_agent=by_agent)

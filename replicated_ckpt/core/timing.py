@@ -46,7 +46,7 @@ class Slowest:
 
 
 def find_slowest(reports: Sequence[RankReport]) -> Slowest | None:
-    """The rank or node that took longer than the others by the most. None: none stands out, or there is only one rank.
+    """The rank or node that exceeds the others by the most time. None: none stands out, or there is only one rank.
 
     `reports`: one of each rank, of one save or load. A node stands out if all of its ranks do, or if a rank waited for it
     although that rank did its own work as fast as the others.
@@ -57,7 +57,7 @@ def find_slowest(reports: Sequence[RankReport]) -> Slowest | None:
         return one.excess_s > max(_LEAST_S, _SHARE * longest_s, (_RATIO - 1) * one.median_s)
 
     nodes = list(filter(stands_out, _compare_nodes(reports)))
-    # A node of which all ranks stand out is named, not one of these ranks.
+    # If all ranks of a node stand out, the node is named instead of them.
     whole = {one.node_id for one in nodes}
     ranks = [one for one in filter(stands_out, _compare_ranks(reports)) if one.node_id not in whole]
     waits = [_blame(one, [*nodes, *ranks], reports) for one in filter(stands_out, _compare_waits(reports))]
@@ -91,7 +91,7 @@ def _compare_nodes(reports: Sequence[RankReport]) -> Iterator[Slowest]:
             spent_by_node.setdefault(one.node_id, []).append(_own_seconds(one, phase))
         fastest = min(min(spent) for spent in spent_by_node.values())
         for node, spent in spent_by_node.items():
-            # Most nodes end here: each comparison goes through all ranks.
+            # Checked first, and false for most nodes: a comparison goes through all ranks.
             if len(spent) > 1 and len(spent_by_node) > 1 and min(spent) > _RATIO * fastest:
                 others = chain.from_iterable(each for other, each in spent_by_node.items() if other != node)
                 yield Slowest(node, None, phase, min(spent), median(others))

@@ -1,7 +1,9 @@
-"""The zip container that `torch.save` writes: its records, found through its directory. It unpacks and unpickles nothing.
+"""Reads the zip container that `torch.save` writes: finds its records through its directory, and checks them.
 
-Source: PKWARE APPNOTE 6.3.10; torch.serialization (torch 2.7 to 2.15): every record is stored as it is, one after the
-other, in a folder whose name differs.
+Nothing is unpacked or unpickled.
+
+Source: PKWARE APPNOTE 6.3.10; torch.serialization (torch 2.7 to 2.15): records are stored uncompressed,
+one after the other, in a folder whose name varies.
 """
 
 import struct
@@ -75,7 +77,7 @@ def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
     for record in sorted(found.values(), key=lambda record: record.start):
         # Overlapping records let a small file expand to any size in memory.
         if record.start < end:
-            raise ArchiveDamaged(f"has a record {record.name!r} that lies in another one")
+            raise ArchiveDamaged(f"has a record {record.name!r} that overlaps another one")
         end = record.start + record.size
     if end > size_bytes:
         raise ArchiveDamaged("has records beyond its end")
@@ -96,7 +98,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
     count, start, end = _directory(fetch, size_bytes)
     # A hostile directory may point anywhere, or claim gigabytes.
     if not 0 <= start <= end <= size_bytes or end - start > _DIRECTORY_BYTES_MAX:
-        raise ArchiveDamaged("has its zip directory outside the object")
+        raise ArchiveDamaged("has its zip directory outside its bytes")
     raw = bytes(fetch(start, end - start)) if end > start else b""
     position = 0
     for _ in range(count):
@@ -104,7 +106,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
             _ENTRY.unpack_from(raw, position)
         )
         position += _ENTRY.size
-        # torch names the folder after the file, so it differs between saves.
+        # torch names the folder after the file, so its name varies.
         name = raw[position : position + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = raw[position + name_bytes : position + name_bytes + extra_bytes]
         plain, stored, header = _wide(extra, plain, stored, header)

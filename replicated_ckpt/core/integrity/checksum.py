@@ -230,14 +230,14 @@ def _xor(*rows: bytes) -> bytes:
 
 @lru_cache(_LENGTHS_REMEMBERED)
 def _shift_planes(zero_bytes: int) -> tuple[tuple[bytes, ...], ...]:
-    """As `_shift_tables`, by byte of the result, the lowest first, as tables for `translate`."""
+    """The tables of `_shift_tables`, split by byte of the result, the lowest first, for `bytes.translate`."""
     raws = [struct.pack(f"<{len(table)}I", *table) for table in _shift_tables(zero_bytes)]
     return tuple(tuple(raw[byte::4] for raw in raws) for byte in range(4))
 
 
 @lru_cache(_LENGTHS_REMEMBERED)
 def _shift_tables(zero_bytes: int) -> tuple[Sequence[int], ...]:
-    """For each byte of a CRC, the lowest first: its contribution after `zero_bytes` zero bytes, by its value."""
+    """For each byte of a CRC, the lowest first: by its value, its share of the CRC after `zero_bytes` zero bytes."""
     # 31 multiplications by x instead of 32 products: every process builds these tables at its first shard.
     by_bit = [_power_of_x(8 * zero_bytes)]
     while len(by_bit) < 32:
@@ -256,7 +256,7 @@ def _sums(by_bit: Sequence[int]) -> Sequence[int]:
 
 @lru_cache(_LENGTHS_REMEMBERED)
 def _power_of_x(exponent: int) -> int:
-    """x to this power. The powers of half, a quarter, ... of it are cached, too: twice a known length costs one product."""
+    """x to this exponent. Powers with half the exponent, a quarter, ... are cached, too: doubling it costs one product."""
     if exponent == 0:
         return _ONE
     root = _power_of_x(exponent >> 1)

@@ -23,7 +23,7 @@ def follow(raw: bytes) -> Any:
     """The tree of the pickle at the start of `raw`.
 
     Raises:
-        PickleUnsafe: there is no pickle, or not one as picklers write it.
+        PickleUnsafe: there is no pickle, or one that no pickler writes.
     """
     try:
         return _Follower(raw).follow()
@@ -75,7 +75,7 @@ class Stack:
     def tuple_of_3(self) -> None:
         self.items[-3:] = [(self.items[-3], self.items[-2], self.items[-1])]
 
-    # Containers are whole before they are used a second time ------------------------------------------------------
+    # Containers: complete before their second use --------------------------------------------------------------------
 
     def append(self) -> None:
         item = self.items.pop()
@@ -121,12 +121,12 @@ class Stack:
 
     def _new(self) -> Any:
         """The node on top of the stack. Raises PickleUnsafe: another node refers to it already."""
-        # A change after the second use could build a circle, or values that two unpicklers read differently.
+        # A change after the second use could build a cycle, or values that two unpicklers read differently.
         if id(self.items[-1]) in self._shared:
             raise PickleUnsafe("changes an object after its use")
         return self.items[-1]
 
-    # Names and what is made of them ------------------------------------------------------------------------------
+    # Names and calls -------------------------------------------------------------------------------------------------
 
     def name(self) -> None:
         name, module = self.items.pop(), self.items.pop()
@@ -232,7 +232,7 @@ class _Follower:
             return entry.special(self, start, end)
         return end
 
-    # Opcodes of a kind of their own ------------------------------------------------------------------------------
+    # Special opcodes -------------------------------------------------------------------------------------------------
 
     def protocol(self, start: int, end: int) -> int:
         # A later protocol may give known opcodes another meaning.

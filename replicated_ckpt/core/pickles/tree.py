@@ -57,7 +57,7 @@ class FrozenElements(tuple[Any, ...]):
 
 
 class Made:
-    """The result of a call of a name: an instance (`is_new`: of the class's `__new__`), or any value.
+    """The result of calling a name: an instance, or any other value. `is_new`: the class's `__new__` was called.
 
     `state` is its state from BUILD, `contents` its appended or set items; both are mostly None. Readers of the tree may
     store their own `value`.
@@ -90,7 +90,8 @@ LEAVES = frozenset({str, bytes, int, float, bool, type(None), Named})
 def member_in(node: Made) -> tuple[Named, str] | None:
     """The class and the name, if the node is a member of an enum: `getattr(class, name)`. None: it is not.
 
-    Python 3.11.0 to 3.11.3 pickle members so, others by their value. Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
+    Python 3.11.0 to 3.11.3 pickle members this way, other versions by value.
+    Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
     """
     is_call = node.called.path in _GETATTR and node.state is None and node.contents is None and not node.is_new
     if not is_call or len(node.arguments) != 2:
@@ -118,7 +119,7 @@ class StorageOutline:
 
 @dataclass(frozen=True)
 class TensorOutline:
-    """A plain strided CPU tensor. `dtype`: torch's name, if the storage has none."""
+    """A plain strided CPU tensor. `dtype`: its name in torch; None if the storage's class implies it."""
 
     storage: StorageOutline
     offset: int

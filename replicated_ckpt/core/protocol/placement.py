@@ -1,7 +1,7 @@
 """Placement: the nodes that hold copies for each node, as a printable value.
 
-Disjoint groups of `copies` nodes, not a ring over all of them: with two copies, half as many pairs of nodes are fatal
-to lose.
+Disjoint groups of `copies` nodes, not a ring over all of them: with two copies, this halves the pairs of nodes whose
+loss is fatal.
 Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure domains come first, rank order second.
 """
 
@@ -15,7 +15,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node to be placed. Nodes are passed in rank order. `domains`: see `find_shared`; (): the node fails alone.
+    """A node to be placed. Nodes are passed in rank order. `domains`: from `list_domains`; (): the node fails alone.
 
     `state`: equal for nodes whose ranks have the same values, which then need not send them to each other.
     """

@@ -46,7 +46,7 @@ class SeenSave:
 
     @cached_property
     def may_be_whole(self) -> bool:
-        """Whether it can become whole by repair, and by the return of nodes that do not answer."""
+        """Whether the save can become whole by repair, and by the return of nodes that do not answer."""
         has_metadata = bool(self.with_metadata or self.assumed_metadata)
         return has_metadata and all(self.can_give(shard) or self.assumed[shard] for shard in self.manifest.shards)
 

@@ -169,7 +169,7 @@ class UnmanagedSave:
 
     @cached_property
     def written_later(self) -> tuple[str, ...]:
-        """Shards written after `.metadata`: by an interrupted later save, or copied there by hand."""
+        """Shards that are newer than `.metadata`: from an interrupted later save, or copied by hand."""
         latest = self.checkpoint.modified_unix_s + _SLACK_S
         return tuple(
             shard
@@ -249,7 +249,7 @@ def unmanaged_checkpoints(
 
 
 _STATE_MAX = 128
-"""Most keys and values of an instance's state: a shared state is searched once for each of its instances."""
+"""Limit of the keys and values of an instance's state: a shared state is searched once for each of its instances."""
 
 
 def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:

@@ -92,8 +92,8 @@ def find_whole_versions(
     """By checkpoint, the versions that may replace others, as seen at nodes that answer. In a lineage the oldest is first.
 
     Every shard and the metadata were seen intact. The newest of a lineage must also have all copies that these nodes can
-    have: making a copy reads the shard, and so detects a flipped bit in the only one. With `may_be_short`, as when no more
-    copies can be made, one copy is enough.
+    have: making a copy reads the shard, and so detects a flipped bit in the only one. `may_be_short`: one copy is enough,
+    because no more can be made.
     """
     up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
     whole: dict[str, list[Version]] = {}

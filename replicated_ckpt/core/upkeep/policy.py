@@ -60,7 +60,7 @@ def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
 
 
 def scope_of(checkpoint_id: str) -> str:
-    """The directory of a checkpoint id, to which a policy applies: ids in one directory are of one run."""
+    """The directory of a checkpoint id. A policy applies to one directory."""
     return dirname(checkpoint_id)
 
 

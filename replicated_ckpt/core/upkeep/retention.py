@@ -84,9 +84,9 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     drops = _find_dropping(candidates, good, retention)
     named: set[str] = set()
     verdicts = []
-    # Oldest first: whether an older version stays decides on the newer one of its name.
+    # Oldest first: if an older version stays, the newer one of its name stays, too.
     for candidate in reversed(ordered):
-        # An older version of a kept name would stay for good: it has the same step.
+        # A step keeps only the newest version of a name: older ones have the same step, and would stay forever.
         is_newest = candidate.sequence >= newest_whole.get(candidate.checkpoint_id, -1)
         period = _find_period(candidate, retention) if is_newest else None
         verdict = _judge_one(candidate, retention, oldest, protected, best, period)
@@ -113,7 +113,7 @@ def _find_dropping(
     protected = _find_protected(one for one in candidates if one.is_full)
     protected |= _find_protected(one for one in good if one.is_full)
     full_ones = plural(retention.full_last, "full checkpoint")
-    rule = f"its weights alone: it is older than {newest[-1]}, of the newest {full_ones}"
+    rule = f"it keeps only its weights: its sequence is below {newest[-1]}, the lowest of the newest {full_ones}"
     return {
         one.save_id: rule
         for one in candidates
@@ -177,7 +177,7 @@ def _judge_one(
     else:
         is_kept = False
         newest = plural(retention.keep_last, "complete checkpoint")
-        rule = f"its sequence {sequence} is older than {oldest}, of the newest {newest}"
+        rule = f"its sequence {sequence} is below {oldest}, the lowest of the newest {newest}"
         rule += "" if every is None else f", and not a multiple of {every}"
         rule += "" if retention.keep_period is None else f", and its step is not a multiple of {retention.keep_period}"
     return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)
@@ -262,7 +262,7 @@ def plan_retention(
     holdings = _holdings_by_save(manifest_by_save, up)
     verdicts: list[Verdict] = []
     for policy in sorted(policies, key=lambda policy: policy.key):
-        # The bucket's policies are applied by its uploader, against the bucket's own listing.
+        # The uploader applies the bucket's policies, by the bucket's own listing.
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
@@ -297,10 +297,10 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
 def _left_aside(
     verdicts: Sequence[Verdict], manifests: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
 ) -> Iterator[Verdict]:
-    """Incomplete versions of other runs that a removed save had replaced. Its removal would publish them again.
+    """Incomplete versions of other runs that a removed save had replaced: its removal would publish them again.
 
-    They are last here, so that a node removes them first. A complete version stays, and so does one that some node
-    publishes.
+    They are last here, so that a node removes them first. Complete versions stay, and so do versions that
+    some node publishes.
     """
     going = {verdict.checkpoint_id for verdict in verdicts if not verdict.is_kept}
     judged = {verdict.save_id for verdict in verdicts}
@@ -387,7 +387,7 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
     held = [holding for node in nodes for holding in node.holdings or ()]
     removed: dict[str, set[Version]] = {}
     for one in held:
-        # By version: after the removal an older one would get the name, and be repaired, again.
+        # Older versions are included: after the removal, one of them would get the name back, and be repaired.
         if one.save_id in said:
             removed.setdefault(one.checkpoint_id, set()).add(one.version)
     here = ((one, removed.get(one.checkpoint_id, ())) for one in held)
@@ -409,7 +409,7 @@ class Removable:
 
 
 def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
-    """The chosen checkpoints without which their run would have no whole checkpoint that was seen.
+    """The chosen checkpoints whose removal would leave their run without a whole checkpoint that was seen.
 
     A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole. A rejected one
     replaces none.

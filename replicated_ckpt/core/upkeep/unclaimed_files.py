@@ -1,4 +1,4 @@
-"""Files of a checkpoint with a damaged or missing manifest. Their checksums show their save."""
+"""Files of a checkpoint with a damaged or missing manifest. Their checksums show which save they belong to."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

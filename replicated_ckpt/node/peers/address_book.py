@@ -104,7 +104,7 @@ class PeerBook:
         return self._read().forgotten
 
     def address_of(self, node_id: str) -> AgentAddress:
-        """Where a node's agent is.
+        """The address of a node's agent.
 
         Raises:
             ObjectMissing: it was never introduced here.
@@ -137,7 +137,7 @@ class PeerBook:
             known = self._read()
             met_before = {node: peer for node, peer in known.peers.items() if node not in news}
             still_away = (known.away | set(left)) - set(returned)
-            # the last met peers come last: a full book drops the first ones
+            # peers that were met last come last: a full book drops the first ones
             after = _Known({**met_before, **news}, still_away, known.forgotten - news.keys())
             # Each save and load comes here: without news the disk is not touched.
             if after != known:
@@ -231,7 +231,7 @@ def ask_who(address: AgentAddress) -> Who:
 
 
 _HINT = (
-    "One of their disks is a clone of the other. On the clone, stop the agent, and run `rm -r ROOT/node.json ROOT/.agent` "
+    "One of the disks is a clone of the other. On the clone, stop the agent, and run `rm -r ROOT/node.json ROOT/.agent` "
     "with its root for ROOT."
 )
 

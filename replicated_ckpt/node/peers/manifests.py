@@ -24,7 +24,7 @@ UNPROVEN_BYTES_MAX = 16 << 20
 MANIFEST_COST_BYTES = 1 << 10
 """Counted for each manifest, in addition to its bytes."""
 MISSES_MAX = 64
-"""After so many manifests that a peer lists and does not return, it is not asked again in this round."""
+"""A peer that lists this many manifests, but does not return them, is not asked again in this round."""
 
 
 class ManifestBook:
@@ -103,7 +103,7 @@ class ManifestBook:
                 log.info("manifest of save %s on node %s: %s", save_id, node_id, exc)
                 look.misses[node_id] += 1
             else:
-                # A peer could list one save and bring another one's manifest, again and again.
+                # A peer could list one save and return another one's manifest, again and again.
                 if manifest.save_id != save_id:
                     look.misses[node_id] += 1
                 elif self._fits(node_id, save_id, size, look):
@@ -126,7 +126,7 @@ class ManifestBook:
             if node_id not in self._warned:
                 self._warned.add(node_id)
                 log.warning(
-                    "node %s lists more saves than are read: over %d MiB of manifests of saves that this node lacks",
+                    "node %s lists too many saves: manifests of saves that this node lacks are not read beyond %d MiB",
                     node_id,
                     UNPROVEN_BYTES_MAX >> 20,
                 )
@@ -162,7 +162,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
     """The manifest of a save, parsed and raw, from the first source that has it intact.
 
     Raises:
-        ReplicatedCkptError: no source has it. This is the answer of the last one.
+        ReplicatedCkptError: no source has it; the error of the last source.
     """
 
     def fetch(client: AgentClient) -> tuple[Manifest, bytes] | None:
@@ -201,8 +201,8 @@ def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], 
     """The first result that is not None.
 
     Raises:
-        ObjectMissing: there is no source, or all returned None. ReplicatedCkptError: the answer of the last one that
-            failed.
+        ObjectMissing: there is no source, or all returned None. ReplicatedCkptError: the error of the last source
+            that failed.
     """
     last: ReplicatedCkptError = ObjectMissing("the peers", "copy", what, "no source is known")
     for address in sources:

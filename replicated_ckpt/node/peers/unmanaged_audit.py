@@ -173,7 +173,7 @@ class UnmanagedAuditor:
     """
 
     def __init__(self, store: LocalStore, not_asked: Collection[str] = (), peers: PeerBook | None = None) -> None:
-        """`not_asked`: nodes that are lost, or did not answer a moment ago. `peers`: the nodes; None: the address book."""
+        """`not_asked`: nodes that are lost, or did not answer a moment ago. `peers`: None: those of this node."""
         self._store = store
         self._node_id = store.read_node_id()
         known = (PeerBook(store.root_agent_directory()) if peers is None else peers).read_all()

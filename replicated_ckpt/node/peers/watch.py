@@ -39,7 +39,7 @@ class SilenceTimeouts:
 
 @dataclass(frozen=True)
 class NodeHoldings:
-    """A node's answer: what it holds, its files without a valid manifest, its report, and its free space.
+    """A node's answer: its holdings, its files without a valid manifest, its report, and its free space.
 
     `newer`: checkpoints that only a newer version of the package can read; a node with that version lists them as held.
     `beside`: if the question was about one checkpoint, the newest of each run in the same directory of ids.
@@ -74,7 +74,7 @@ class PeerWatch:
     def look(self, known: Collection[str] = ()) -> tuple[NodeView, ...]:
         """Asks all other nodes. `known`: the saves that are known before this look, for `with_newer`."""
         addresses = {peer.node_id: peer for peer in self._peers.read_all()}
-        for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
+        for node in self._silent_since.keys() - addresses.keys():  # the user has removed it
             self._silent_since.pop(node)
             self._held.pop(node, None)
             self._known_then.pop(node, None)

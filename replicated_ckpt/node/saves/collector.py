@@ -74,7 +74,7 @@ class Collector:
         plan = plan_retention(manifests, views, agreed)
         # Nodes that answered the look may be silent by now: a policy that came later waits for the next look.
         if set(own) == set(told):
-            # A silent node may hold the only copies that stay: less goes until it answers.
+            # A silent node may have the only copies of the saves that stay: less is removed until it answers.
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
             confirmed, brought = plan_retention(manifests, views, confirm(agreed, own)), self._find_brought(manifests)
             # Other nodes' policies can hold a removal back, never cause one: a peer's token must delete nothing here.
@@ -253,7 +253,7 @@ class Collector:
 
 
 def finish_removals(store: LocalStore) -> None:
-    """Completes removals that a crash interrupted, when an agent starts. In a thread, because terabytes take long.
+    """Completes removals that a crash interrupted, for an agent that starts. In a thread, because terabytes take long.
 
     If the disk lacks room for the small files of an agent, the removals are done before this returns.
     """

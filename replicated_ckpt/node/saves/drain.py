@@ -17,7 +17,7 @@ SILENT_S = 5.0
 _ASK_TIMEOUT_S = 3.0
 _PAUSE_S = 0.1
 Debt = tuple[str, str]
-"""A save, and the node where it is not over: this node, or one that needs this agent in order to publish it."""
+"""An unfinished save, and the node where it is unfinished: this node, or one that needs this agent to publish it."""
 
 
 class Draining:
@@ -94,7 +94,7 @@ class Draining:
         return not (service.in_doubt.has(save_id) and self._waits_in_vain((save_id, self._own)))
 
     def _is_settled(self, debt: Debt) -> bool:
-        """Whether the other node no longer needs this node. A node that announced its exit does not."""
+        """Whether the other node no longer needs this node. A node that announced its exit needs nothing."""
         save_id, node = debt
         # Not asked: its agent has ended, and each question would cost a time-out.
         if self._service.peers.is_away(node):

@@ -41,7 +41,7 @@ _KEPT = 64  # ends that a slow rank may still ask for
 
 @dataclass(frozen=True)
 class HelperCopy:
-    """A copy that a rank of `node` makes from its own memory. Size 0: that node's agent writes it, and has its size."""
+    """A copy that a rank of `node` makes from its own memory. Size 0: that node's agent writes it, and reports its size."""
 
     node: str
     size_bytes: int = 0
@@ -167,7 +167,7 @@ class Finisher:
                 end.set_result(Finished(manifest.encode().decode(), ()))
                 self._ends[save_id] = end
                 return end
-            # Locked before the rank may exit: a save that no process holds is settled as stale.
+            # Locked before the rank may exit: a save that no process has locked is settled as stale.
             held = self._store.lock_save(save_id)
             try:
                 start_worker(self._run, outline, held, end, name="rckpt-finish")
@@ -214,7 +214,7 @@ class Finisher:
             self._note_nodes(outline.manifest)
         except BaseException as exc:
             self._abort_unwritten(save_id, one_line(translate_any(exc, "this node's agent", "finish", save_id)))
-            if isinstance(exc, StoreUnavailable | ObjectMissing):  # another node's: this agent works
+            if isinstance(exc, StoreUnavailable | ObjectMissing):  # the error of another node, not of this agent
                 raise SaveAborted(f"Save {save_id} was aborted: {exc.message}", exc.hint) from exc
             raise
         failpoints.reach("agent.decided")

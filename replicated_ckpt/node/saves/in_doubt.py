@@ -65,7 +65,7 @@ class InDoubtSaves:
             return found != known
 
     def settle(self, save_id: str) -> None:
-        """The save is not in doubt."""
+        """Records that the save is no longer in doubt."""
         with self._lock:
             self._by_save.pop(save_id, None)
 
@@ -75,6 +75,6 @@ class InDoubtSaves:
             return save_id in self._by_save
 
     def read_all(self) -> tuple[InDoubtSave, ...]:
-        """The oldest first."""
+        """All saves in doubt, the oldest first."""
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda save: save.since))

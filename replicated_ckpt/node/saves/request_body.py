@@ -107,7 +107,7 @@ class Body:
         piece = memoryview(bytearray(1 << 16))
         while not self.done:
             collected += piece[: self.readinto(piece)]
-            # While it comes in: a chunked body announces no size.
+            # Checked while the body arrives: a chunked one announces no size.
             if len(collected) > limit_bytes:
                 raise PeerProtocolError(f"The request's body is larger than {limit_bytes} bytes.")
         return bytes(collected)

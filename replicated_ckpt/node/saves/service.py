@@ -274,7 +274,7 @@ class NodeService:
                 return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
         # The name comes from a peer, and becomes a file's.
         if ShardName.parse(name) is None:
-            raise ConfigInvalid(f"{name!r} is not a file of a checkpoint that can be sent here.")
+            raise ConfigInvalid(f"{name!r} is not a file of a checkpoint: agents receive no other files.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
             pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)

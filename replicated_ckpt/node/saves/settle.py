@@ -1,4 +1,4 @@
-"""Settles saves that a crash left staged: each is completed, removed, or in doubt until the right nodes answer.
+"""Settles saves that a crash left staged: each is completed or removed, or stays in doubt until more nodes answer.
 
 `core.protocol.settlement` decides. This module asks the nodes, and carries the decision out.
 """
@@ -116,7 +116,11 @@ def _settle_one(
     if answer is Answer.DECIDED:
         if _is_aborted(service, intent, silent):
             service.abort(intent.save_id, stale_save.why)
-            log.warning("removed save %s of %r, as its coordinator's node has", intent.save_id, intent.checkpoint_id)
+            log.warning(
+                "removed save %s of %r, because its coordinator's node has removed it",
+                intent.save_id,
+                intent.checkpoint_id,
+            )
         else:
             service.in_doubt.record_in_doubt(intent)
         return
@@ -125,7 +129,7 @@ def _settle_one(
 
 def _is_aborted(service: NodeService, intent: Intent, silent: set[str]) -> bool:
     """Whether the coordinator's node has ended a decided save: no node published it, or a policy retired it."""
-    # Nothing to ask: this node is the coordinator's, or one more time-out would be spent on a silent one.
+    # Not asked if it is this node, or if it is silent, which would cost another time-out.
     if intent.coordinator in silent | {service.node_id}:
         return False
     asked = [peer for peer in service.peers.read_all() if peer.node_id == intent.coordinator]
@@ -147,7 +151,7 @@ def _settle_by_others(
     how = "left" if stale_save.is_left else "over" if stale_save.is_over else "working"
     nodes = intent.nodes or {peer.node_id for peer in (*peers, *known)}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
-    # This node decided, and cannot read what: it may not conclude that no node has published it.
+    # This node's own decision cannot be read: it must not conclude that no node has published the save.
     coordinator = "" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator
     addresses: dict[str, AgentAddress] = {}
     answers: dict[str, Answer] = {}
@@ -259,9 +263,9 @@ def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
 
 
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.3, 3.0
-"""Between two looks. Each asks all nodes of the save, once for each submitted shard."""
+"""Pause between two looks at a save. Each look asks all nodes of the save, once for each submitted shard."""
 FOLLOW_S = 60.0
-"""After the last sign of life from the coordinator's node. Later, re-protection settles the save like any stale one."""
+"""How long a save is followed after the last sign of life from its coordinator's node. Then re-protection settles it."""
 STAY_S = 90.0
 """How long an agent that ranks started stays after it opened a save: by then re-protection has settled the save."""
 

@@ -57,7 +57,7 @@ class WantedCopies:
         save_id, name = str(fields["save_id"]), str(fields["name"])
         # Both become parts of a path.
         if not is_save_id(save_id) or ShardName.parse(name) is None:
-            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
+            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are not a save id and the name of a shard")
         buddies, spares = (tuple(map(AgentAddress.from_json, fields[part])) for part in ("buddies", "spares"))
         durable, own_durable = bool(fields["durable"]), bool(fields["own_durable"])
         return cls(save_id, name, str(fields["own"]), buddies, spares, durable, str(fields["direct_io"]), own_durable)
@@ -154,7 +154,7 @@ class CopiesUnderWay:
     serialise: Span
 
     def wait(self) -> None:
-        """When this returns, the bytes are no longer read, whether or not the copies were made."""
+        """Waits until the shard's source is no longer read, whether or not the copies were made."""
         self.tee.join()
 
     def end(self) -> WrittenCopies:

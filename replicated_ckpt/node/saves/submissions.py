@@ -141,7 +141,7 @@ class Submissions:
         return [self._read_note(save_id, name) if each is None else each.result() for name, each in futures.items()]
 
     def _note(self, save_id: str, found: WrittenCopies) -> None:
-        """Records the copies on disk, for the agent's next process: the rank may be gone, or may have got its answer."""
+        """Records the copies on disk: the rank may be gone when the agent's next process is asked for them."""
         path = self._note_path(save_id, found.name)
         write_with_room(self._store.root, path, json.dumps(found.to_json()).encode(), is_flushed=False)
         if not self._store.is_staged(save_id):  # it was aborted meanwhile, and its notes removed

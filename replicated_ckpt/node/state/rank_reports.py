@@ -33,7 +33,7 @@ class RankReports:
         self._root, self._path = store.root, store.root_agent_directory()
 
     def keep(self, report: RankReport) -> None:
-        """Writes a report, and removes those of the oldest saves or loads. They are not fsynced.
+        """Writes a report, and removes those of the oldest saves or loads. Reports are not fsynced.
 
         Raises:
             StoreError: the file cannot be written.

@@ -163,9 +163,9 @@ def _parse_target(fields: Any) -> ObjectTarget | None:
 
 
 WAIT_FIRST_S, WAIT_MAX_S = 0.1, 10.0
-"""Between two looks for the shards of other nodes."""
+"""Pause between two looks for the shards of other nodes."""
 RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
-"""Between two tries after an error, times a random 0.5 to 1, so that nodes do not retry in step."""
+"""Pause between two tries after an error, times a random 0.5 to 1, so that nodes do not retry in step."""
 
 
 @dataclass

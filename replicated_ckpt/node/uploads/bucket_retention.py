@@ -1,4 +1,4 @@
-"""Retention in the bucket: removes saves when a newer one is there, and refuses uploads that would be removed."""
+"""Retention in the bucket: removes saves when a newer one is there, and refuses uploads of saves that it would remove."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ _REFUSED_MAX = 16
 def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> NodeReport:
     """This node's report of its policies and uploads. An upload counts as over only if this agent has seen its end.
 
-    The last ones stay in the report after they are retired here: other nodes may not have looked into the bucket yet.
+    The last ended ones stay in the report after they are retired here: other nodes may not have looked into the bucket yet.
     """
     removed = service.store.journal.read_removed()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
@@ -126,7 +126,7 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
 def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> Collection[str]:
     """Applies the bucket's policy, now that this save is there; returns the removed saves. Failures are logged.
 
-    Newest first: so the checkpoint that was just retired goes, even if older ones have a legal hold.
+    Newest first, so that the checkpoint that was just retired goes even if older ones have a legal hold.
     """
     refusals, gone = list[StoreDenied](), set[str]()
     try:

@@ -94,7 +94,7 @@ class PausedUploads:
 
 IDLE_PAUSE_S = 5.0
 WAITED_FOR_S = 1.0
-"""Between two looks for the shards of other nodes while a rank waits for the upload."""
+"""Pause between two looks for the shards of other nodes while a rank waits for the upload."""
 BUSY_S = 3600.0
 """How long an agent that ranks started stays for an upload without progress."""
 _FORGOTTEN_MAX = 1024
@@ -107,7 +107,7 @@ _MISSING_MAX = 8
 
 
 class Uploader:
-    """One thread. `state_of` and `status` may be called from others; `round` directly, while the thread is off."""
+    """One thread. `state_of` and `status` may be called from others; `round` may be called before `start`."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Uploader:
         """
         away: dict[str, StoreUnavailable] = {}
         found = self._find_wanted()
-        if not found:  # each commit comes here, with a bucket and without
+        if not found:  # the usual case without a bucket: each commit wakes the uploader
             self._forget_gone(set())
             return IDLE_PAUSE_S
         for manifest, upload in sorted(found, key=lambda wanted: -wanted[0].sequence):
@@ -304,7 +304,7 @@ class Uploader:
         except ReplicatedCkptError as exc:
             upload.fail(exc, self._clock())
             self._service.figures.count_error("upload", exc)
-            log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
+            log.warning("upload of %s to %s failed: %s", manifest.checkpoint_id, upload.state.url, exc)
             return exc
         if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile
             self.book.forget(manifest.save_id)
@@ -332,7 +332,7 @@ class Uploader:
         mine = self._choose_own(manifest, missing, upload)
         self._bring_all(bucket, manifest, sorted(mine), upload)
         missing -= mine
-        # Without a prefix of its own, another save may have written over its objects since.
+        # If the save has no prefix of its own, another save may have overwritten its objects since.
         if missing or not prefix_of(manifest):
             missing = manifest.shards.keys() - self._find_intact(bucket, manifest, upload)
         if missing:
@@ -352,7 +352,7 @@ class Uploader:
         return True
 
     def _open_patiently(self, url: str) -> Bucket:
-        """Opens a bucket whose requests are retried for LOOK_AGAIN_S: a try makes about twenty, and one must not end it."""
+        """Opens a bucket that retries requests for LOOK_AGAIN_S. A try makes about twenty: one failure must not end it."""
         client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(
             RetryingClient(client, within_s=within_s, look_within_s=within_s, should_stop=self._stopping.is_set)
@@ -374,7 +374,8 @@ class Uploader:
     def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
         """The intact shards in the bucket. A shard that was intact once is not checked again, with one exception.
 
-        Without a prefix of its own, another save may have overwritten the shards: all are checked again once all are there.
+        If the save has no prefix of its own, another one may have overwritten its shards: once all are there, all are
+        checked again.
         """
         arrived = bucket.find_arrived(manifest)
         if arrived == manifest.shards.keys() and not prefix_of(manifest):
