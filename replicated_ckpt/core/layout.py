@@ -69,7 +69,7 @@ def is_shard_path(text: str) -> bool:
 
 
 def replaced_name(save_id: str) -> str:
-    """Name of the manifest of a replaced version, beside the manifest of the published one."""
+    """Name of the manifest of a replaced version, next to the manifest of the published one."""
     return f".replaced.{save_id}.json"
 
 

@@ -98,7 +98,7 @@ def _compare_nodes(reports: Sequence[RankReport]) -> Iterator[Slowest]:
 
 
 def _own_seconds(one: RankReport, phase: str) -> float:
-    """Seconds of a phase. In a load, without the time that reads from other nodes took."""
+    """Seconds that a rank spent on a phase. In a load, reads from other nodes do not count."""
     if one.kind == "load":
         waited = sum(spent for node, spent in one.seconds_by_node.items() if node != one.node_id)
         return max(0.0, one.phases.get(phase, 0.0) - waited)
@@ -145,7 +145,7 @@ def _blame(wait: Slowest, slow: Sequence[Slowest], reports: Sequence[RankReport]
 
 
 def _compare_begins(reports: Sequence[RankReport]) -> Iterator[Slowest]:
-    """The rank that came last: all others wait for it in `plan`, and it waits for none."""
+    """The rank that began last: all others wait for it in `plan`, and it waits for none."""
     waited = [one.phases.get(LATE, 0.0) for one in reports]
     least_s = min(waited, default=0.0)
     for one, own_s, others_s in zip(reports, waited, _medians_of_others(waited), strict=True):

@@ -134,7 +134,7 @@ def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
-    """The values; those that do not fit into 32 bits come from the record's ZIP64 field, `extra`."""
+    """Sizes and offset of a record. Those that do not fit into 32 bits come from its ZIP64 field, in `extra`."""
     position, wide = 0, b""
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)

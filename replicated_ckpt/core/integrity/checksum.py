@@ -67,7 +67,7 @@ class BlockTable:
         return combine_crcs(combine_equal(whole, self.block_bytes), last, self.block_size(len(whole)))
 
     def file_crc(self) -> int:
-        """CRC32C of the whole file, footer included: what the manifest records."""
+        """CRC32C of the whole file, footer included, as the manifest has it."""
         return crc32c(self.encode(), self.data_crc())
 
     def block_size(self, index: int) -> int:

@@ -93,7 +93,7 @@ class Instances:
         return _number(value)
 
     def _call(self, value: bytes, added: list[Any]) -> Made:
-        """The node of a call with one tuple of numbers: a size."""
+        """The node of a call whose only argument is a tuple of numbers, such as a size."""
         found = self._calls.get(value)
         if found is None:
             fetch = value[:2] if value[0] == _FETCHES[0] else value[:5]

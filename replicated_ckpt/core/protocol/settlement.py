@@ -1,7 +1,7 @@
 """Settlement: the fate of a staged save, and the rules by which versions replace each other or are dropped.
 
 These are all decisions of the commit protocol that can lose data (docs/protocol.md). They are functions of observations,
-so that agents and the search of small worlds run the same code.
+so that agents and the exhaustive search in tests/fault/small_worlds run the same code.
 """
 
 from collections.abc import Iterable, Mapping

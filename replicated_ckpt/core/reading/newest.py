@@ -1,4 +1,4 @@
-"""The meaning of "latest": the newest checkpoint in one directory of ids, or among the names of one form there."""
+"""The meaning of "latest": the newest checkpoint in one directory of ids, or of one form there, such as "step-{}"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

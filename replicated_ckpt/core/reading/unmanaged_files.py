@@ -129,7 +129,7 @@ class UnmanagedCheckpoint:
 
 
 def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, UnmanagedFile]) -> UnmanagedFile:
-    # Choosing one would mix two runs' shards without any sign of it.
+    # Choosing one of them would mix the shards of two runs unnoticed.
     if len({file.identity for file in file_by_node.values()}) > 1:
         raise CheckpointAmbiguous(checkpoint_id, name, {node: str(file) for node, file in file_by_node.items()})
     return file_by_node[min(file_by_node)]

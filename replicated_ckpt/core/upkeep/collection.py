@@ -39,7 +39,7 @@ def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal
 def find_in_the_way(
     own: Sequence[Holding], manifest_by_save: Mapping[str, Manifest], whole: WholeVersions
 ) -> tuple[Removal, ...]:
-    """The published versions of a node that block a newer one of their run, whose files have the same names.
+    """The published versions of a node that block a newer version of their run, because files have the same names.
 
     This happens on a node that was away when the id was saved again. Afterwards the newer one is copied there.
     """

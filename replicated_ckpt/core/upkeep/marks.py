@@ -83,7 +83,7 @@ NO_MARKS = Marks()
 
 
 def next_revision(revision: int, *, is_rejected: bool) -> int:
-    """The number of changes of a mark after it is set or cleared; the same number if the mark is so already.
+    """The number of changes of a mark after it is set or cleared; unchanged if the mark is in that state already.
 
     Raises:
         ValueError: the number would exceed its limit, because an agent has sent a false one.

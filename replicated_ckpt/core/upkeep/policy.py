@@ -106,7 +106,7 @@ def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ..
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node reports in addition to its holdings: policies, marks, and the state of uploads. Removals depend on it.
+    """A node's report, which comes with its holdings: policies, marks, and the state of uploads. Removals depend on it.
 
     `uploading`: saves that, to the node's knowledge, are not in the bucket yet. `uploaded`: saves that are in the
     bucket, or need not be. `ordered`: the saves in `uploading` that a user ordered by hand; they always count.

@@ -54,15 +54,17 @@ def plan_repair(
 
     Every node that is up gets manifest and metadata of every checkpoint. A damaged copy is replaced in place. A missing
     copy goes to a node with room for it: to an intended holder, else to a domain without a copy, else to the node with the
-    fewest planned bytes. A node's domain is that of its newest save. Of several saves of a checkpoint and lineage, the
-    newest one that was seen whole replaces older ones; while none was, each is repaired in place. A published version of
-    another lineage stays, and its node gets no copy. The same views give the same plan, so each node plans on its own.
+    fewest planned bytes. A node's domain is that of its newest save. The same views give the same plan, so each node plans
+    on its own.
+
+    Of several saves of a checkpoint and lineage, the newest one that was seen whole replaces older ones. If none was seen
+    whole, each is repaired in place. A published version of another lineage stays, and its node gets no copy.
 
     `going`: retired or removed saves, which are ignored. A directory with another name than its save's was renamed or
     copied by a user. It is repaired in any case.
 
-    Files of a save that no node knows stay. Only `own_node`, which plans for itself, lets a whole save replace them, and
-    only if every known node has answered.
+    Files of an unknown save, whose manifest no node has, stay. A whole save may replace them only on `own_node`, which
+    plans for itself, and only if every known node has answered.
     """
     plan = _Planning(nodes, own_node, find_domains(manifest_by_save.values()))
     for checkpoint in _checkpoints(manifest_by_save, nodes, going):
@@ -228,12 +230,12 @@ class _Planning:
     def _find_overruled(self, checkpoint: _Checkpoint) -> set[str]:
         """This node, if a whole save may replace its files of an unknown save.
 
-        It may not while a node is silent, which may know that save, or if the files may be another run's.
+        It may not while a node is silent, which may have the manifest of that save, or if the files may be another run's.
         """
         return set() if self._silent or len(checkpoint.lineages) > 1 else {self._own_node or ""} & checkpoint.foreign
 
     def _add_foreign(self, checkpoint: _Checkpoint) -> None:
-        """Adds files of an unknown save as short: their manifest is lost, or on a node that does not answer."""
+        """Adds the files of unknown saves to `short`: their manifests are lost, or on nodes that do not answer."""
         waits_for = tuple(sorted(self._silent))
         for node_id in sorted(checkpoint.foreign - checkpoint.left):
             place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"

@@ -21,8 +21,8 @@ class Candidate:
 
     `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
     reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
-    `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder still
-    has the optimizer. `is_rejected`: a user has rejected it, so "latest" skips it, and it takes no good checkpoint's place.
+    `is_full`: its optimizer is in separate files, and no holder has dropped them. `can_slim`: some holder still has
+    them. `is_rejected`: a user has rejected it, so "latest" skips it, and it takes no good checkpoint's place.
     """
 
     checkpoint_id: str
@@ -340,7 +340,7 @@ def _candidates(
             held_back = NO_MANIFEST
         copies = _copies(manifest, holdings[save_id])
         wanted = max(1, min(manifest.copies, len(up)))
-        # The silent node may have the missing shard: what is removed now could not be completed.
+        # The silent node may have the missing shard: a save that is removed now could not be completed later.
         if in_doubt and not copies and not held_back:
             held_back = NODE_SILENT
         if copies and any(name == manifest.checkpoint_id and run != manifest.lineage for name, run in aside):

@@ -187,7 +187,7 @@ CALL_BACK_STEP_S = 0.6
 
 
 @dataclass(frozen=True)
-class Who:
+class AgentIdentity:
     """The identity of an agent: its node, the number of its start, and whether it is about to leave.
 
     `tls_sha256`: its current certificate, which may be newer than the one it was reached under. `start_id`: drawn by each
@@ -201,24 +201,24 @@ class Who:
     start_id: str = field(default="", compare=False)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Who":
+    def from_json(cls, fields: Mapping[str, Any]) -> "AgentIdentity":
         """Raises KeyError, TypeError: a field is missing or wrong."""
         is_leaving, tls_sha256 = fields["is_leaving"] is True, str(fields["tls_sha256"])
         start_id = str(fields.get("start_id", ""))
         return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256, start_id)
 
-    def is_duplicate_of(self, other: "Who") -> bool:
+    def is_duplicate_of(self, other: "AgentIdentity") -> bool:
         """Whether these are two agents of one node. One agent that answers at two addresses is not a duplicate."""
         if self.node_id != other.node_id:
             return False
-        # A cloned disk also counts the same starts: only the start id tells the two agents apart.
+        # A cloned disk also counts the same starts: only the start id distinguishes the two agents.
         if self.start_id and other.start_id:
             return self.start_id != other.start_id
         return self.incarnation != other.incarnation
 
 
-def ask_who(address: AgentAddress) -> Who:
-    """The identity of the agent at an address. Over TLS it has the key of the certificate that the address names.
+def ask_identity(address: AgentAddress) -> AgentIdentity:
+    """The identity of the agent at an address. Over TLS, it has proved to have the key of the address's certificate.
 
     Raises:
         StoreUnavailable: no answer. StoreDenied: another agent answers. PeerProtocolError: an invalid answer.
@@ -227,7 +227,7 @@ def ask_who(address: AgentAddress) -> Who:
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
         answer = client.call("GET", "/v1/status?brief=1")
     with parsing(f"{address.label} does not report its node"):
-        return Who.from_json(answer)
+        return AgentIdentity.from_json(answer)
 
 
 _HINT = (
@@ -277,6 +277,6 @@ class DuplicateNodes:
 
 def _are_two(one: AgentAddress, other: AgentAddress) -> bool:
     try:
-        return ask_who(one).is_duplicate_of(ask_who(other))
+        return ask_identity(one).is_duplicate_of(ask_identity(other))
     except ReplicatedCkptError:
         return False

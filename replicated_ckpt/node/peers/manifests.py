@@ -198,7 +198,7 @@ def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[Age
 
 
 def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], T | None], what: str) -> T:
-    """The first result that is not None.
+    """The first result of `fetch` that is not None, over the sources in order.
 
     Raises:
         ObjectMissing: there is no source, or all returned None. ReplicatedCkptError: the error of the last source

@@ -126,7 +126,7 @@ class PeerWatch:
 
 
 def _find_intended(node: str, manifest: Manifest) -> Holding | None:
-    """The intended holding of a node for a save; None if it had no part in it."""
+    """The intended holding of a node for a save; None if the node had no part in the save."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items() if node in entry.holders}
     if not sizes and node not in {member.node_id for member in manifest.nodes}:
         return None

@@ -58,27 +58,32 @@ class Collector:
         return {"removed": self.removed, "slimmed": self.slimmed, "held_back": len(self._held_back)}
 
     def retire(
-        self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
+        self,
+        manifests: Mapping[str, Manifest],
+        views: Sequence[NodeView],
+        policies_then: Sequence[Policy],
+        *,
+        in_doubt: bool,
     ) -> tuple[frozenset[str], bool]:
         """Removes and slims saves by the policies of this node's ranks. Returns the saves that go from any node,
         and whether this changed any here.
 
         Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a
-        removal only of saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent,
-        so less is removed. `told`: this node's policies before the survey of the nodes; a later policy is applied after
-        the next survey.
+        removal only of saves in which this node had no rank: re-protection copied them here. `in_doubt`: a node is silent,
+        so less is removed. `policies_then`: this node's policies before the survey of the nodes. A later policy is applied
+        after the next survey.
         """
         own, before = self._service.policies.read_all(), (self.removed, self.slimmed)
         self.failed = []
         agreed = agree([*own, *(policy for view in views for policy in view.node_report.policies)])
         plan = plan_retention(manifests, views, agreed)
         # Nodes that answered the look may be silent by now: a policy that came later waits for the next look.
-        if set(own) == set(told):
+        if set(own) == set(policies_then):
             # A silent node may have the only copies of the saves that stay: less is removed until it answers.
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
-            confirmed, brought = plan_retention(manifests, views, confirm(agreed, own)), self._find_brought(manifests)
+            confirmed, copied = plan_retention(manifests, views, confirm(agreed, own)), self._find_copied(manifests)
             # Other nodes' policies can hold a removal back, never cause one: a peer's token must delete nothing here.
-            going = plan.retired & (confirmed.retired | brought) | plan.slimmed & (confirmed.slimmed | brought)
+            going = plan.retired & (confirmed.retired | copied) | plan.slimmed & (confirmed.slimmed | copied)
             self.carry_out(careful.only(going))
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # without a policy no removal brings new ones, and they only take room
@@ -91,8 +96,8 @@ class Collector:
         except OSError as exc:
             log.warning("recycled files are not removed: %s", exc)
 
-    def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
-        """The saves in which this node had no rank: re-protection has brought its copies of them."""
+    def _find_copied(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+        """The saves in which this node had no rank: re-protection copied them here."""
         own = self._service.node_id
         return frozenset(
             save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
@@ -148,7 +153,7 @@ class Collector:
         A removal ends once nothing of the save is here, staged or not. If the save is here again after that, the user
         has restored it, and it is protected from then on.
         """
-        # Both before `_find_here`: what is removed meanwhile must not look restored, and what is published is found.
+        # Both before `_find_here`: a save that is removed meanwhile must not look restored, nor a published one removed.
         removing, removed = self._store.journal.read_removals()
         staged = set(filter(self._store.is_staged, removing))
         here = self._find_here() if removed | removing else {}

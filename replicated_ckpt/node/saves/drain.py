@@ -66,7 +66,7 @@ class Draining:
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
 
     def _find_taken(self) -> frozenset[str]:
-        """Staged saves with submitted shards. After the stop, ranks may also open saves here without the agent."""
+        """Staged saves with submitted shards. Ranks can open saves without the agent, even once it is stopping."""
         staged = (intent.save_id for intent in self._service.store.list_staged())
         return frozenset(filter(self._service.submissions.has, staged))
 

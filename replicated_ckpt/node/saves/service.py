@@ -161,7 +161,7 @@ class NodeService:
         ]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
-    def hear(self, sequences: Mapping[str, int], sender: str) -> None:
+    def learn_sequences(self, sequences: Mapping[str, int], sender: str) -> None:
         """Records sequences that a peer or a rank has sent, within the bounds of `SequenceFloor`."""
         known = self.sequence_floor.read_all()
         # Loads and peers repeat known numbers all the time: only news is worth reading the catalog.
@@ -242,9 +242,7 @@ class NodeService:
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
 
     def _refuse_over(self, save_id: str, *ends: End) -> None:
-        """Raises SaveAborted: the save has ended here, in one of these ways if any are named. The journal has the
-        reason.
-        """
+        """Raises SaveAborted: the save has ended here; with `ends`, in one of these ways. The message has the reason."""
         entry = self.store.journal.find_end(save_id)
         if entry is not None and (not ends or entry.end in ends):
             raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
@@ -283,7 +281,7 @@ class NodeService:
         """Stages a committed shard of this node as a shard of an open save. Its bytes count as received.
 
         Raises:
-            SaveAborted, PeerProtocolError; and as `LocalStore.link_staged`: then the sender brings the bytes.
+            SaveAborted, PeerProtocolError; and as `LocalStore.link_staged`: then the sender sends the bytes.
         """
         self.check_open(save_id)
         # The name comes from a peer, and becomes a file's.

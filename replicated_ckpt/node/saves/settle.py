@@ -128,7 +128,7 @@ def _settle_one(
 
 
 def _is_aborted(service: NodeService, intent: Intent, silent: set[str]) -> bool:
-    """Whether the coordinator's node has ended a decided save: no node published it, or a policy retired it."""
+    """Whether the coordinator's node has ended a decided save, because no node published it or a policy retired it."""
     # Not asked if it is this node, or if it is silent, which would cost another time-out.
     if intent.coordinator in silent | {service.node_id}:
         return False

@@ -1,4 +1,4 @@
-"""The state of uploads: on disk what an agent needs to finish them after a restart, in memory their progress."""
+"""The state of uploads: a file, from which a restarted agent can finish them, and their progress in memory."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ class UploadBook:
         return is_new
 
     def read_urls(self) -> tuple[str, ...]:
-        """URLs of the buckets; the one that was named last is last."""
+        """URLs of the buckets, in the order in which ranks last named them."""
         with self._lock:
             return tuple(self._target_by_url)
 
@@ -87,7 +87,7 @@ class UploadBook:
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened
 
     def order(self, save_id: str, url: str) -> None:
-        """Stores a user's order to upload a save to `url`, whatever upload the save has. Raises StoreError: not stored."""
+        """Stores a user's order to upload a save to `url` instead of its own target. Raises StoreError: not stored."""
         with self._lock:
             before = self._url_by_save
             self._url_by_save = {**before, save_id: url}
@@ -147,7 +147,7 @@ class UploadBook:
 
 
 def _parse(document: Any) -> _Known:
-    """The targets, the orders, and what was begun."""
+    """The targets, the orders, and the uploads that were begun."""
     targets = [target for fields in document["targets"] if (target := _parse_target(fields))]
     orders = {str(save_id): str(url) for save_id, url in document["orders"].items()}
     return targets, orders, [(str(save_id), str(shard), dict(note)) for save_id, shard, note in document["begun"]]

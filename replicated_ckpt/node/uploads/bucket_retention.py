@@ -190,7 +190,7 @@ def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention, m
         return metrics_of(decode_manifest(bucket.manifest_raw(save), bucket.client.target.url).notes)
 
     def candidate(save: BucketSave, mark: CommitMark) -> Candidate:
-        # By the listing, not the manifest: the next slimming then removes what an interrupted one has left.
+        # By the listing, not the manifest: the next slimming then removes the remains of an interrupted one.
         has_optimizer = any(part_of_shard(name) is Part.OPTIMIZER for name in save.sizes)
         is_full = has_optimizer and not mark.is_slim
         named = save.checkpoint_id, save.save_id, mark.sequence

@@ -44,7 +44,7 @@ from replicated_ckpt.stores.verified import Expected
 log = logging.getLogger(__name__)
 
 HELD_WITHIN_S = 30.0
-"""How long a removal waits for a request in progress. After that, the upload itself removes what it has uploaded."""
+"""How long a removal waits for a request in progress. After that, the upload removes its own objects."""
 
 
 class UploadPaused(Exception):
@@ -253,7 +253,7 @@ class Uploader:
             return self._pending([manifest for manifest in committed if manifest.save_id not in removed])
 
     def _find_left(self, replaced: Sequence[Manifest]) -> list[Manifest]:
-        """The replaced versions that still wait after `lost_after_s` for the newer one to be whole: its nodes may be lost.
+        """Replaced versions whose newer version is not whole after `lost_after_s`: its nodes may be lost.
 
         Before that they are not uploaded: usually the newer version is uploaded instead, and they are removed here.
         """
@@ -445,7 +445,7 @@ class Uploader:
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
         self.paused.check_not_paused(save_id)
-        # Shards go in parallel, and the bound is for all of them together.
+        # Shards are uploaded in parallel, and share one limit.
         with self._pace_lock:
             # An upload with progress keeps the agent running, however long it takes.
             upload.moved_at = self._clock()
