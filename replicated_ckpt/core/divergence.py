@@ -1,4 +1,4 @@
-"""Replicas that should be equal: the hashes that ranks report of their values, and where the reports differ."""
+"""Comparison of replicas: the hashes that ranks report of their values, and the values whose hashes differ."""
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from replicated_ckpt.wording import list_some, plural
 
 _UNIT = struct.Struct("<QI")
 DIVERGENCES_MAX = 32
-"""In a manifest: a diverged model has thousands, and the first ones show where."""
+"""Limit for a manifest: a diverged model has thousands, and the first ones show where they begin."""
 _NAMED_MAX, _RANKS_NAMED_MAX = 4, 8
 
 
@@ -23,7 +23,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A value that ranks have under one name, and that is not the same on all of them.
+    """A value of one name that differs between ranks.
 
     `fqn`, `offset`: the entry, and the place of its differing piece. `first_byte`: where the compared range of the
     piece begins. `saved_by`: the rank whose bytes are in the checkpoint. `groups`: ranks with equal bytes; the group of
@@ -72,9 +72,10 @@ def pack_units(hash_by_key: Mapping[int, int]) -> bytes:
 
 
 def find_differing(reports: Mapping[int, bytes]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """By key of each unit with several values: the ranks by value. `reports` are those of `pack_units` by rank.
+    """The units whose values differ: by key, the groups of ranks with equal values.
 
-    Equal reports are read once. All ranks have equal reports if each has the whole state.
+    `reports`: by rank, the bytes from `pack_units`. Equal reports are decoded once: ranks that each have the whole state
+    usually send equal ones.
 
     Raises:
         ValueError: a report has a wrong size.

@@ -20,7 +20,7 @@ class Holding:
     other blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can
     be made from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and
     saves with the same sequence from nodes that never met. `is_replaced`: a newer save is published on that node, and
-    this one stays until the newer one is seen whole. `is_slim`: the node has dropped its optimizer.
+    this one stays until the newer one was seen whole. `is_slim`: the node has dropped its optimizer.
     """
 
     node_id: str
@@ -63,7 +63,7 @@ class Holding:
             index(fields["sequence"]),
             bool(fields["has_metadata"]),
             sizes,
-            # Only files that it lists: other names would not be bounded by the listing.
+            # Names that the listing lacks are dropped: nothing else bounds their number.
             tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),
             moment(fields.get("created_unix_s", 0.0)),
             str(fields.get("lineage", "")),
@@ -128,7 +128,7 @@ class SaveFound:
         return not self.list_missing(size_by_shard, damaged) and any(holding.has_metadata for holding in self.holdings)
 
     def is_described_to(self, nodes: Collection[str], hung: Collection[str]) -> bool:
-        """Whether ranks on all these nodes can read `.metadata`, from their own disk or from an agent that answers."""
+        """Whether ranks on all these nodes can read `.metadata`: from their own disk, or from a node that is not `hung`."""
         having = {holding.node_id for holding in self.holdings if holding.has_metadata}
         return not having.issubset(hung) or having.issuperset(nodes)
 
@@ -137,7 +137,7 @@ class SaveFound:
     ) -> tuple[str, ...]:
         """Shards without a holder, or with a single holder whose copy is in `damaged`.
 
-        With several damaged copies a shard is not missing: each may have the others' bad blocks.
+        A shard with several damaged copies is not missing: blocks that are bad in one may be good in another.
         """
         holders = {shard: self.holders_of(shard, size) for shard, size in sorted(size_by_shard.items())}
         return tuple(
@@ -156,7 +156,7 @@ class LineageFound:
 
 
 def lineages_found(saves: Iterable[SaveFound]) -> tuple[LineageFound, ...]:
-    """The lineages of these saves, in the order of `saves_found`: the one saved last first.
+    """The lineages of these saves, in the order of `saves_found`: the one with the latest save comes first.
 
     Stock torch's checkpoints have no lineage, and are left out.
     """
@@ -176,7 +176,7 @@ def lineages_found(saves: Iterable[SaveFound]) -> tuple[LineageFound, ...]:
 
 
 def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
-    """The committed saves among `holdings`: the lineage that was saved last first, and in each the newest save first."""
+    """The committed saves among `holdings`: the lineage with the latest save first, and in each its newest save first."""
     grouped: dict[tuple[str, str], list[Holding]] = {}
     for holding in holdings:
         grouped.setdefault((holding.checkpoint_id, holding.save_id), []).append(holding)

@@ -95,9 +95,9 @@ def _format_keys(keys: Sequence[str]) -> str:
 
 
 def rename_path(path: Path, name: str) -> Path:
-    """The place of an entry under its new name: common levels of both names stay, the rest becomes one level.
+    """The place of an entry under its new name: levels that both names share stay, and the rest becomes one level.
 
-    A list position at the first level becomes a key, since the whole is a dictionary.
+    A list position at the first level becomes a key, since the state dict is a dictionary.
     """
     parts = [str(part) for part in path]
     if ".".join(parts) == name:

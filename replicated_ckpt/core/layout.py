@@ -14,7 +14,7 @@ STAGING_DIR = ".staging"
 RECYCLED_DIR = ".recycled"
 """Files of removed checkpoints, which the next save overwrites. They are no checkpoint."""
 ROOM_NAME = ".room"
-"""Reserve files, with this name and with an added number. They are removed when an agent starts on a full disk."""
+"""Name of a reserve file; with ".1" that of a second one. They are removed when an agent starts on a full disk."""
 QUARANTINE_DIR = ".quarantine"
 AGENT_DIR = ".agent"
 SHARD_SUFFIX = ".distcp"
@@ -26,7 +26,7 @@ OBJECT_NODE = "object-store"
 
 SEQUENCE_MAX = 1 << 62
 SEQUENCE_FLOOR_MAX = 1 << 53
-"""Largest sequence accepted from another node's claim. Up to SEQUENCE_MAX all nodes can still count on from it."""
+"""Largest sequence that is accepted from another node. The numbers up to SEQUENCE_MAX are left for later saves."""
 
 SHARD_INDEX_MAX = 999_999_999
 """The largest number after the rank in the name of a shard."""
@@ -40,7 +40,7 @@ _LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
 PARTS_MAX = 8
-"""Most parts of a checkpoint id, and so the depth to which a root or bucket is searched for checkpoints."""
+"""Largest number of parts of a checkpoint id, and so the depth to which a root or bucket is searched for checkpoints."""
 _NOT_IN_NAMES = frozenset('*?[]{}<>|"`\\^%$')
 """Patterns, quotes and escapes, which shells, URLs and clients of object stores interpret."""
 _NOT_FIRST = " .-~"
@@ -63,18 +63,18 @@ class ShardName:
 
 
 def is_shard_path(text: str) -> bool:
-    """Whether metadata may place an item there: in a shard, in a bucket also under the save's own prefix."""
+    """Whether metadata may place an item at this path: a shard, in a bucket also a shard under a save's prefix."""
     prefix, _, name = text.rpartition("/")
     return ShardName.parse(name) is not None and (prefix == "" or is_save_id(prefix)) and not text.startswith("/")
 
 
 def replaced_name(save_id: str) -> str:
-    """Name of the manifest of a replaced version, beside the manifest of the published one."""
+    """Name of the manifest of a replaced version, next to the manifest of the published one."""
     return f".replaced.{save_id}.json"
 
 
 def gone_name(save_id: str) -> str:
-    """Name of the manifest of a version whose removal has begun: it is not a checkpoint any more."""
+    """Name of the manifest of a version whose removal has begun. The version no longer counts as a checkpoint."""
     return f".gone.{save_id}.json"
 
 
@@ -90,7 +90,7 @@ def parse_version_metadata(name: str) -> str:
 
 
 def parse_marked(name: str) -> tuple[str, str] | None:
-    """("replaced" or "gone", save id) from the name of such a manifest; None for any other name."""
+    """("replaced" or "gone", save id) from a name of `replaced_name` or `gone_name`; None for any other name."""
     match = _MARKED.fullmatch(name)
     return (match[1], match[2]) if match else None
 
@@ -141,7 +141,7 @@ def is_checkpoint_id(text: str) -> bool:
 
 
 def _is_reserved(text: str) -> bool:
-    # `latest` asks for the newest one, and node.json is the store's identity.
+    # `latest` asks for the newest checkpoint, and node.json is the store's identity.
     return text == NODE_NAME or text.rpartition("/")[2] == LATEST
 
 

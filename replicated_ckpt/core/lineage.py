@@ -20,7 +20,7 @@ class Version:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """The larger one is newer. The clock decides only between groups of nodes that never met."""
+        """A sort key: the larger one is newer. The clock decides only between saves of nodes that never met."""
         # NaN compares with nothing: sorting would depend on the order of the input.
         return self.sequence, 0.0 if isnan(self.created_unix_s) else self.created_unix_s, self.save_id
 
@@ -30,7 +30,7 @@ class Version:
 
 @dataclass(frozen=True)
 class History:
-    """A store's knowledge of one lineage: its largest sequence, and the time of its newest save by the clock.
+    """One lineage as a store records it: its largest sequence, and the time of its newest save by the clock.
 
     `created_unix_s` is 0 if the store has no save of the lineage, and only other nodes have reported it.
     """
@@ -58,7 +58,7 @@ def believe(told: int, known: int) -> int:
 
 
 def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float, str, tuple[int, float, str]]]:
-    """The sort key of these versions: the lineage that was saved last is last, and within each the newest save."""
+    """The sort key of these versions: the lineage with the latest save sorts last, and within a lineage the newest save."""
     newest: dict[str, float] = {}
     for version in versions:
         newest[version.lineage] = max(newest.get(version.lineage, 0.0), version.order[1])

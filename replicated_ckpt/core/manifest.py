@@ -1,8 +1,12 @@
-"""The manifest: the parts of one save and their intended holders. The files in stores now are in the inventory."""
+"""The manifest: the shards of one save, their intended holders, and the user's notes.
+
+The inventory has the files that are in stores now.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan
 from operator import eq
 from typing import Any
 
@@ -10,9 +14,8 @@ from replicated_ckpt.core.divergence import DIVERGENCES_MAX, Divergence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment, order_by_age
-from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.core.parts import Part, part_of_shard
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ManifestVersionUnknown
 from replicated_ckpt.wording import one_line
 
 
@@ -26,7 +29,10 @@ def list_domains(domain: str | None, boot_id: str, host: str) -> tuple[str, ...]
 
 
 def find_shared(domains: Sequence[str], taken: Iterable[Sequence[str]]) -> tuple[bool, ...]:
-    """For each domain, the largest first: whether a node in `taken` has the same. The smallest tuple is the best place."""
+    """For each domain, the largest first: whether a node in `taken` has the same.
+
+    The best place for a copy is the node with the smallest tuple.
+    """
     shared = (tuple(map(eq, domains, others)) for others in taken)
     return max(shared, default=())
 
@@ -52,7 +58,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """A node of the saving world. `ranks` are ranks within the saving process group. `boot_id`: its host's at the save."""
+    """A node of a save. `ranks` are its ranks within the saving process group. `boot_id`: the boot id of its host."""
 
     node_id: str
     host: str
@@ -70,9 +76,9 @@ class UploadEntry:
     """The upload of a save to the object tier, and its `.metadata` there.
 
     `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id. Then the
-    bucket's `.metadata` names other paths. The nodes' `.metadata` contains both: their own, and behind its STOP opcode,
-    where no unpickler reads, the bucket's. Otherwise the two are equal. `replaces`: the save that was committed in the
-    bucket when this one was opened over it; "" if there was none.
+    bucket's `.metadata` names other paths, and the nodes' `.metadata` contains two pickles: the nodes' own, where
+    unpicklers stop, and after it the bucket's. Without an own prefix, both tiers have the same `.metadata`.
+    `replaces`: the save that was committed in the bucket when this one was opened over it; "" if there was none.
     """
 
     url: str
@@ -122,11 +128,11 @@ class Manifest:
     upload: UploadEntry | None = None
     lineage: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics and metadata of the user: see core.notes."""
+    """Metrics and metadata of the user, as `encode_notes` returns them."""
     divergences: tuple[Divergence, ...] = ()
     """The first values that the save found to differ between ranks, DIVERGENCES_MAX at most."""
     weights: WeightsEntry | None = None
-    """What `slim` leaves of it; None: there is no optimizer to drop, or nothing else."""
+    """The save without its optimizer. None: it has no optimizer, or nothing else."""
     dropped: tuple[str, ...] = ()
     """The prefixes of the names of entries that were dropped; empty: the checkpoint is full."""
 
@@ -163,16 +169,13 @@ class Manifest:
     def encode(self) -> bytes:
         """JSON in two lines, a checksum and a body, so that a torn or edited file is detected.
 
-        It does not use `asdict`, which would copy everything first. That takes half the time of a repeated save of
-        1,024 ranks.
+        `asdict` is not used: its copies would take half the time of a repeated save of 1,024 ranks.
         """
         body = json.dumps({"version": VERSION, **vars(self)}, default=vars, sort_keys=True, separators=(",", ":"))
         return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
 
     def local_metadata(self, raw: bytes) -> bytes:
-        """The part of the nodes' `.metadata` that describes the checkpoint in its present state, with the shards' paths
-        on nodes.
-        """
+        """The part of the nodes' `.metadata` that describes the checkpoint as it is now, full or slim, on nodes."""
         return self._split_metadata(raw)[0]
 
     def slim_metadata(self, raw: bytes) -> bytes:
@@ -185,16 +188,14 @@ class Manifest:
         return raw[-self.upload.metadata_bytes :] if self.upload is not None else raw
 
     def read_bucket_metadata(self, raw: bytes) -> bytes:
-        """The part of the bucket's `.metadata` that describes the checkpoint in its present state, as `local_metadata`
-        for nodes.
-        """
+        """The part of the bucket's `.metadata` that describes the checkpoint as it is now, full or slim, there."""
         if self.weights is None:
             return raw
         has_own = self.upload is not None and self.upload.has_own_prefix
         return raw[: -(self.weights.bucket_bytes if has_own else self.weights.local_bytes)]
 
     def _split_metadata(self, raw: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-        """A nodes' `.metadata` as full, weights, bucket's full, bucket's weights. A part that it lacks is empty."""
+        """Splits the nodes' `.metadata` into full, weights, bucket's full and bucket's weights. Absent parts are empty."""
         upload, weights = self.upload, self.weights
         bucket_bytes = upload.metadata_bytes if upload is not None and upload.has_own_prefix else 0
         begin = len(raw) - bucket_bytes
@@ -227,8 +228,7 @@ class Manifest:
 
 
 def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, tuple[str, ...]]:
-    """The failure domains of each node, from the newest save with ranks on it. Of several runs, the one that saved last
-    counts.
+    """The failure domains of each node, as its newest save recorded them. Of several runs, the one that saved last counts.
 
     Every node eventually has every manifest, so all nodes agree on the domain of a node that moved between two saves.
     """
@@ -247,7 +247,7 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
         ManifestVersionUnknown: written by a newer format.
         ManifestInvalid: any other defect.
     """
-    # Before json.loads, which needs many times that memory.
+    # Checked before json.loads, which needs many times this memory.
     if len(raw) > MANIFEST_BYTES_MAX:
         raise ManifestInvalid(f"The manifest at {source} has more than {MANIFEST_BYTES_MAX} bytes.")
     try:
@@ -268,7 +268,7 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
 
 
 def find_save_id(raw: bytes) -> str:
-    """The save id in a manifest that may be damaged otherwise; "" if it has none."""
+    """The save id in a manifest that may be damaged elsewhere; "" if it has none."""
     try:
         save_id = str(json.loads(raw)["manifest"]["save_id"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -393,7 +393,7 @@ def _check(manifest: Manifest, source: str) -> Manifest:
 
 
 def _is_part(manifest: Manifest, weights: WeightsEntry) -> bool:
-    """Whether the metadata for weights can be a part of the manifest's, and some shard is left without the optimizer."""
+    """Whether the metadata for weights can be a part of the full metadata, and a shard is left without the optimizer."""
     upload = manifest.upload
     in_bucket = upload.metadata_bytes if upload is not None and upload.has_own_prefix else 0
     has_own = in_bucket > 0
@@ -411,3 +411,65 @@ def _is_possible(manifest: Manifest, upload: UploadEntry) -> bool:
     if upload.has_own_prefix:
         return 0 < upload.metadata_bytes < manifest.metadata_bytes
     return (upload.metadata_bytes, upload.metadata_crc32c) == (manifest.metadata_bytes, manifest.metadata_crc32c)
+
+
+NOTES_BYTES_MAX = 1 << 16
+_KEYS = {"metrics", "metadata"}
+
+
+class RefusedNotes(dict[str, Any]):
+    """Invalid notes. A save with them raises `error` at a point where all of its ranks get the error."""
+
+    def __init__(self, error: ConfigInvalid) -> None:
+        super().__init__()
+        self.error = error
+
+
+def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Notes in a manifest's form. Metrics are numbers or tensors of one element. Infinite values become NaN.
+
+    Raises:
+        ConfigInvalid: a metric is not a number, the metadata is not JSON, or both together are more than NOTES_BYTES_MAX.
+    """
+    try:
+        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        notes: dict[str, Any] = {}
+        if numbers:
+            # JSON has no NaN: other readers of the manifest would refuse it.
+            notes["metrics"] = {name: value if isfinite(value) else None for name, value in numbers.items()}
+        if metadata:
+            notes["metadata"] = json.loads(json.dumps(dict(metadata), allow_nan=False))
+        return check_notes(notes)
+    # RuntimeError: a tensor of several elements.
+    except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as exc:
+        raise ConfigInvalid(
+            f"metrics and metadata cannot be stored with the checkpoint: {type(exc).__name__}: {exc}.",
+            f"metrics are numbers by name; metadata is any JSON value. Together they may have {NOTES_BYTES_MAX} bytes.",
+        ) from exc
+
+
+def check_notes(notes: Any) -> Mapping[str, Any]:
+    """The notes of a manifest, validated.
+
+    Raises:
+        ValueError, TypeError: the notes are invalid.
+    """
+    # Notes come from peers and buckets, too: their writer may be hostile.
+    if not isinstance(notes, dict) or not notes.keys() <= _KEYS:
+        raise ValueError(f"no notes: {str(notes)[:200]}")
+    metrics, metadata = notes.get("metrics", {}), notes.get("metadata", {})
+    if not isinstance(metrics, dict) or not isinstance(metadata, dict):
+        raise TypeError("metrics and metadata must be dicts")
+    for name, value in metrics.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+            raise ValueError(f"metric {str(name)[:80]!r} is {str(value)[:80]}")
+    size = len(json.dumps(notes))
+    # Each node keeps and sends the manifest of every checkpoint.
+    if size > NOTES_BYTES_MAX:
+        raise ValueError(f"they have {size} bytes; at most {NOTES_BYTES_MAX} are stored")
+    return notes
+
+
+def metrics_of(notes: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in validated notes."""
+    return {name: nan if value is None else float(value) for name, value in notes.get("metrics", {}).items()}

@@ -28,15 +28,15 @@ NUMBERS_PER_SAVE = len(Part)
 _WEIGHTS = re.compile(r"(model|module|network|net|ema)(s|_state|_states|_state_dict|_\d+)?|state_dict")
 _OPTIMIZER = re.compile(r"optim(izer)?(s|_state|_states|_state_dict|_\d+)?")
 _DEPTH = 2
-"""So many first parts of a name are looked at: `app.optimizer.state` is an optimizer's, `model.block.optimizer` is not."""
+"""Leading components of a name that count: `app.optimizer.state` is an optimizer's, `model.block.optimizer` is not."""
 
 
 def part_of_entry(fqn: str) -> Part:
-    """The part of an entry, by usual names in its FQN. The first part that matches counts."""
+    """The part of an entry, by usual names in its FQN. The first component that matches decides."""
     return _part_of_names(*fqn.split(".", _DEPTH)[:_DEPTH])
 
 
-@lru_cache(maxsize=4096)  # a state has 10,000 names, and few first parts of them
+@lru_cache(maxsize=4096)  # a state has 10,000 names, but few different leading components
 def _part_of_names(*names: str) -> Part:
     for name in names:
         if _OPTIMIZER.fullmatch(name):
@@ -71,7 +71,7 @@ PREFIXES_MAX = 64
 
 
 def prefixes_of(gone: Iterable[str], kept: Iterable[str]) -> tuple[str, ...]:
-    """The shortest prefixes that only dropped entries have. If there are too many, the first names instead.
+    """The shortest prefixes that only dropped entries have. If there are too many, the first components instead.
 
     If `app.optimizer.state` is dropped and `app.model.weight` stays, the prefix is `app.optimizer`.
     """

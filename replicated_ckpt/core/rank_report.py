@@ -21,10 +21,10 @@ _RANKS_MAX = 1 << 20
 
 @dataclass(frozen=True)
 class Span:
-    """One phase, as a rule of one shard. `begin_s` and `end_s` count from the begin of the rank's save or load.
+    """One phase, usually of one shard. `begin_s` and `end_s` count from the start of the rank's save or load.
 
-    `busy_s`: the time between them that was spent on the phase. `node`: the node that a copy was sent to, or that was
-    asked. `by_agent`: the node's agent did it, and not the rank.
+    `busy_s`: the time between them that was spent on the phase. `node`: the node that got a copy or a request.
+    `by_agent`: the node's agent did the work, not the rank.
     """
 
     phase: str
@@ -35,8 +35,8 @@ class Span:
     by_agent: bool = False
 
     def since(self, began_s: float, longest_s: float, *, by_agent: bool) -> "Span":
-        """The span after the begin of a save, if this one has times of this host's monotonic clock."""
-        # An agent in a container with another clock must not draw outside of the save.
+        """Converts times of the host's monotonic clock to times since `began_s`, from 0 to `longest_s`."""
+        # The agent's container may have another clock: its spans must stay within the save.
         begin_s, end_s = (min(max(0.0, at - began_s), longest_s) for at in (self.begin_s, self.end_s))
         return replace(self, begin_s=begin_s, end_s=end_s, by_agent=by_agent)
 
@@ -57,11 +57,12 @@ class Span:
 class RankReport:
     """The part of one rank. `error` is the class of the error with which it failed, and "" if it succeeded.
 
-    `ended_unix_s` is this rank's wall clock at the end, `seconds` the time since its begin. `phases` are seconds by phase,
-    which overlap. `sizes` are bytes: of a save `written`, `replicated` and `linked`; of a load `local`, `peer`, `object`
-    and `shared`. `divergences`: the values that a save has found to differ, at rank 0. `bad_copies`: those that a load met.
+    `ended_unix_s` is this rank's wall clock at the end, `seconds` the duration. `phases` are seconds by phase; phases
+    overlap. `sizes` are bytes: of a save `written`, `replicated` and `linked`; of a load `local`, `peer`, `object` and
+    `shared`. `divergences`: the number of values that a save has found to differ, at rank 0. `bad_copies`: the number of
+    bad copies that a load met.
 
-    The rest is only in the rank's file. `operation`: the save's id, or an id that all ranks of a load share.
+    The other fields are only in the rank's file. `operation`: the save's id, or an id that all ranks of a load share.
     `seconds_by_node`: spent on sending to each node, or on reading from it. `ranks`: at rank 0, the reports of all ranks.
     """
 

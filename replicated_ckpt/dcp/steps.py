@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 
 from replicated_ckpt.config import check_number
-from replicated_ckpt.core.notes import RefusedNotes, encode_notes, metrics_of
+from replicated_ckpt.core.manifest import RefusedNotes, encode_notes, metrics_of
 from replicated_ckpt.core.reading.newest import Newest, is_of_form
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ConfigInvalid

@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.notes import encode_notes
+from replicated_ckpt.core.manifest import encode_notes
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.rank_state import entries_of, rank_and_world, values_in, wanted_entries

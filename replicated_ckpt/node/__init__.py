@@ -1,1 +1,1 @@
-"""What ranks, agents and the command line all run: the saves, peers, state files and uploads of one node."""
+"""Code that ranks, agents and the command line share: the saves, peers, state files and uploads of one node."""

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from replicated_ckpt.core.rank_report import RankReport, Span
-from replicated_ckpt.core.slowest import LATE, Slowest, find_slowest
+from replicated_ckpt.core.timing import LATE, Slowest, find_slowest
 
 RUNS = 100
 

@@ -5,7 +5,7 @@ from itertools import combinations
 from typing import Any
 
 from replicated_ckpt.core.rank_report import RankReport, Span
-from replicated_ckpt.core.trace import make_trace
+from replicated_ckpt.core.timing import make_trace
 
 NAMES = {"a": "host-a", "b": "host-b"}
 

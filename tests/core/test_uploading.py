@@ -2,11 +2,11 @@
 
 import pytest
 
-from replicated_ckpt.core.bucket.upload_plan import choose_uploader
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.upload_plan import choose_uploader
 
 SHARD, SIZE = "__0_0.distcp", 100
 SAVE = "5" * 32

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ManifestVersionUnknown, ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.core.bucket.commit_mark import MAGIC, MARK_BYTES
+from replicated_ckpt.core.commit_mark import MAGIC, MARK_BYTES
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest

@@ -5,10 +5,19 @@ import pickle
 import struct
 from typing import Any
 
-from replicated_ckpt.core.pickles.bounds import check_bounds
 from replicated_ckpt.core.pickles.follower import _Follower, follow
 from replicated_ckpt.core.pickles.instances import Instances
-from replicated_ckpt.core.pickles.tree import Elements, Fields, FrozenElements, Made, Named, Pairs, PickleUnsafe, Stored
+from replicated_ckpt.core.pickles.tree import (
+    Elements,
+    Fields,
+    FrozenElements,
+    Made,
+    Named,
+    Pairs,
+    PickleUnsafe,
+    Stored,
+    check_bounds,
+)
 from replicated_ckpt.dcp.objects.values import Key, Values
 from tests.fuzz.values import KNOWN, Called
 

@@ -74,7 +74,7 @@ def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, An
         assert_loads(ReplicatedReader(root, **where), f"step-{number}", number)
     assert_loads(FsspecReader(f"{where['object_store']}/step-4", **where["storage_options"]), None, 4)
     log = (root / ".agent" / "log").read_text()
-    assert f"from {where['object_store']}: its sequence 1 is older than 2, of the newest 2" in log
+    assert f"from {where['object_store']}: its sequence 1 is below 2, the lowest of the newest 2" in log
     assert "testsecret" not in log
     assert json.loads((root / ".agent" / "uploads.json").read_text())["begun"] == []
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from replicated_ckpt import LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport, failpoints
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import Ack
-from replicated_ckpt.core.slowest import LATE
+from replicated_ckpt.core.timing import LATE
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.steps.context import Context
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from replicated_ckpt.node.saves.figures import BOUNDS_S, Histogram
+from replicated_ckpt.node.state.rank_reports import BOUNDS_S, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus 3 refuses an answer without this type."""

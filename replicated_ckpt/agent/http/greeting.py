@@ -17,8 +17,7 @@ from dataclasses import replace
 
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, PeerBook
-from replicated_ckpt.node.peers.duplicate_nodes import Who, ask_who
+from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, AgentIdentity, PeerBook, ask_identity
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -213,8 +212,8 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     announced = replace(said, host=host, origin=origin)
     before = replace(known, incarnation=said.incarnation)
     with call_backs.take_turn(known.node_id, from_host):
-        asked = FanOut.run({before, announced}, ask_who)
-    expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
+        asked = FanOut.run({before, announced}, ask_identity)
+    expected = AgentIdentity(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there, here = asked.results.get(before), asked.results.get(announced)
     # Both places answer as this node: its disk was cloned with its identity, and data would be split.
     if there is not None and here is not None and known.node_id == here.node_id and there.is_duplicate_of(here):
@@ -236,12 +235,12 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
         StoreDenied: it does not.
     """
     try:
-        found = ask_who(known)
+        found = ask_identity(known)
     except ReplicatedCkptError as exc:
         raise _denial(
             said, f"its certificate changed, and no agent shows the known certificate: {exc.message}"
         ) from exc
-    if found != Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
+    if found != AgentIdentity(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
         raise _denial(said, "its certificate changed, and the agent with the known certificate does not confirm that")
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
@@ -256,7 +255,7 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
     known = _identify_named(book, said)
     with call_backs.take_turn(known.node_id, from_host):
         try:
-            found = ask_who(known)
+            found = ask_identity(known)
         except ReplicatedCkptError as exc:
             raise _denial(said, f"its agent does not confirm that it exits: {exc.message}") from exc
     is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)

@@ -10,8 +10,8 @@ from replicated_ckpt.core.rank_report import Kind
 from replicated_ckpt.core.upkeep.overview import Look, Overview, make_overview
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.node.saves.figures import FiguresRead
 from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.rank_reports import FiguresRead
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 

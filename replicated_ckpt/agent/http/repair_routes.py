@@ -97,7 +97,7 @@ class RepairRoutes:
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("The request `sequence` names no save of a lineage.")
         sequence, restores = int(fields["sequence"]), int(fields.get("restores", 0))
-        self._service.hear({lineage: sequence}, request.peer_host)
+        self._service.learn_sequences({lineage: sequence}, request.peer_host)
         if not fields.get("is_load", True):
             return json_answer()
         if restores > 0 and 0 <= sequence <= SEQUENCE_FLOOR_MAX:

@@ -336,7 +336,9 @@ class Reprotector:
         for view in others:
             # What this node saves next must be newer than any save that a peer holds.
             told = histories_of(holding.version for holding in view.holdings or ())
-            self._service.hear({lineage: history.sequence for lineage, history in told.items()}, view.node_id)
+            self._service.learn_sequences(
+                {lineage: history.sequence for lineage, history in told.items()}, view.node_id
+            )
         self._service.learn_marks(view.node_report.marks for view in others)
         in_doubt = self.watch.is_in_doubt(others)
         damaged = find_damaged(self._service)

@@ -16,8 +16,7 @@ from replicated_ckpt.cli.look.progress import format_moment
 from replicated_ckpt.cli.look.reports import choose_newest, look_at_reports
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.rank_report import Kind, RankReport
-from replicated_ckpt.core.slowest import find_slowest
-from replicated_ckpt.core.trace import make_trace
+from replicated_ckpt.core.timing import find_slowest, make_trace
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.wording import align, describe_bytes, plural

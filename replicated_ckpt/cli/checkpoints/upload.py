@@ -17,8 +17,8 @@ from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import ProgressLine, describe_progress, parse_seconds
 from replicated_ckpt.cli.printing import add_output_argument
-from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.upload_plan import UploadState
 from replicated_ckpt.errors import (
     HINT_MARK,
     CheckpointExists,

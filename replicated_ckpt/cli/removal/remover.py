@@ -19,7 +19,7 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_hos
 from replicated_ckpt.cli.look.progress import say_if_slow
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.manifest import metrics_of
 from replicated_ckpt.core.upkeep.policy import NODES, pending, scope_of
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate, Removable
 from replicated_ckpt.environment import OWNER_KEY_ENV

@@ -1,7 +1,9 @@
-"""The zip container that `torch.save` writes: its records, found through its directory. It unpacks and unpickles nothing.
+"""Reads the zip container that `torch.save` writes: finds its records through its directory, and checks them.
 
-Source: PKWARE APPNOTE 6.3.10; torch.serialization (torch 2.7 to 2.15): every record is stored as it is, one after the
-other, in a folder whose name differs.
+Nothing is unpacked or unpickled.
+
+Source: PKWARE APPNOTE 6.3.10; torch.serialization (torch 2.7 to 2.15): records are stored uncompressed,
+one after the other, in a folder whose name varies.
 """
 
 import struct
@@ -36,7 +38,10 @@ _NAME_CHARACTERS = 80
 
 
 class ArchiveDamaged(ValueError):
-    """Bytes begin as a zip container, but are not one as `torch.save` writes it. The message is the end of a sentence."""
+    """Bytes begin like a zip container, but `torch.save` writes no such container.
+
+    The message continues a sentence about the bytes, such as "It has records beyond its end".
+    """
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Record:
 
 
 def is_archive(fetch: Fetch, size_bytes: int) -> bool:
-    """Whether an item begins as a zip container."""
+    """Whether an item begins like a zip container."""
     return size_bytes >= _END.size and bytes(fetch(0, 4)) == b"PK\x03\x04"
 
 
@@ -72,7 +77,7 @@ def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
     for record in sorted(found.values(), key=lambda record: record.start):
         # Overlapping records let a small file expand to any size in memory.
         if record.start < end:
-            raise ArchiveDamaged(f"has a record {record.name!r} that lies in another one")
+            raise ArchiveDamaged(f"has a record {record.name!r} that overlaps another one")
         end = record.start + record.size
     if end > size_bytes:
         raise ArchiveDamaged("has records beyond its end")
@@ -80,7 +85,7 @@ def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
 
 
 def within(raw: memoryview) -> Fetch:
-    """Fetches from memory."""
+    """Returns a `Fetch` that reads from memory."""
 
     def fetch(offset: int, length: int) -> memoryview:
         return raw[offset : offset + length]
@@ -93,7 +98,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
     count, start, end = _directory(fetch, size_bytes)
     # A hostile directory may point anywhere, or claim gigabytes.
     if not 0 <= start <= end <= size_bytes or end - start > _DIRECTORY_BYTES_MAX:
-        raise ArchiveDamaged("has its zip directory outside the object")
+        raise ArchiveDamaged("has its zip directory outside its bytes")
     raw = bytes(fetch(start, end - start)) if end > start else b""
     position = 0
     for _ in range(count):
@@ -101,7 +106,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
             _ENTRY.unpack_from(raw, position)
         )
         position += _ENTRY.size
-        # torch names the folder after the file, so it differs between saves.
+        # torch names the folder after the file, so its name varies.
         name = raw[position : position + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = raw[position + name_bytes : position + name_bytes + extra_bytes]
         plain, stored, header = _wide(extra, plain, stored, header)
@@ -129,7 +134,7 @@ def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Sizes and offset. Those that do not fit into 32 bits are taken from the record's ZIP64 field."""
+    """Sizes and offset of a record. Those that do not fit into 32 bits come from its ZIP64 field, in `extra`."""
     position, wide = 0, b""
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
@@ -164,17 +169,17 @@ class Verdict(Enum):
     INTACT = "intact"
     """It is a complete zip container, and all its records match their CRC32."""
     UNCHECKED = "unchecked"
-    """It is not a zip container, or one without CRC32: it cannot be checked."""
+    """It is not a zip container, or its records have no CRC32: it cannot be checked."""
 
 
 class ItemDamaged(ValueError):
-    """An item that begins as a zip container is damaged, or one of its records differs from the CRC32 of the record."""
+    """An item begins like a zip container, but is damaged, or a record differs from its CRC32."""
 
 
 def check_range(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
     """Reads one item of `size_bytes` and checks it by its own CRC32s.
 
-    `must_tell`: the item's shard had a footer, which is damaged.
+    `must_tell`: an item that cannot be checked counts as damaged, because the footer of its shard is damaged.
 
     Raises:
         ItemDamaged: with the expected and found values; with `must_tell` also if the item cannot be checked.
@@ -219,8 +224,9 @@ class OwnFooter:
 
 
 def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
-    """The footer of a file, recognized by its last bytes, or by the file's size, if that is the size of its items and a
-    footer.
+    """The footer of a file, recognized by its last bytes.
+
+    `items_end`: the end of the last item. If the last bytes are damaged, the file's size shows whether a footer follows.
     """
     # Stock torch writes an empty file for a rank without items.
     if size_bytes < FOOTER_TAIL_BYTES:

@@ -14,12 +14,12 @@ Source: CRC32C (Castagnoli), RFC 3720 section 12.1, which fastcrc calls by the R
 
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from fastcrc.crc32 import iscsi
-
-from replicated_ckpt.core.integrity.crc_combination import combine_crcs, combine_equal
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -67,7 +67,7 @@ class BlockTable:
         return combine_crcs(combine_equal(whole, self.block_bytes), last, self.block_size(len(whole)))
 
     def file_crc(self) -> int:
-        """CRC32C of the whole file, footer included: what the manifest records."""
+        """CRC32C of the whole file, footer included, as the manifest has it."""
         return crc32c(self.encode(), self.data_crc())
 
     def block_size(self, index: int) -> int:
@@ -90,14 +90,15 @@ def usual_footer_bytes(file_bytes: int) -> int:
 
 
 def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Possible block sizes and data sizes of a file with a damaged footer, the likelier ones first.
+    """Possible pairs of block size and data size of a file with a damaged footer, the most likely first.
 
-    `file_tail`: its last FOOTER_TAIL_BYTES, or fewer, which still have both numbers if the damage lies elsewhere. Those
-    come last: a footer ends with its own checksum, so other block sizes with as many blocks give the same file CRC32C.
+    `file_tail`: the last FOOTER_TAIL_BYTES of the file, or fewer. It contains both sizes if the damage lies elsewhere.
+    That pair comes last, as the file's CRC32C may not disprove it: a footer ends with its own checksum, so any other
+    footer of the same length gives the same CRC32C.
     """
     data_bytes = file_bytes - usual_footer_bytes(file_bytes)
     is_possible = data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes
-    # The usual block size first, as the tail may be the damaged part.
+    # The usual block size first: the tail may be the damaged part.
     found = [(BLOCK_BYTES, data_bytes)] if is_possible else []
     if footer_bytes_of(file_tail, file_bytes) is not None:
         _, said_block_bytes, said_data_bytes, _ = _TAIL.unpack(file_tail)
@@ -181,3 +182,98 @@ class BlockHasher:
         if self._filled:
             self._close_block()
         return BlockTable(self._block_bytes, self._data_bytes, tuple(self._crcs))
+
+
+# CRC32C of a whole from the CRC32Cs of its parts, without the bytes.
+#
+# A CRC is a polynomial over GF(2) modulo the generator. Appending a zero bit multiplies it by x. So the CRC of `A | B` is
+# the CRC of A times x to the number of bits of B, plus the CRC of B. Bits are reflected, as in the CRC itself: the highest
+# bit of a word is the coefficient of x^0. Source: zlib 1.3, crc32_combine_gen; the generator is Castagnoli's.
+
+_GENERATOR = 0x82F63B78
+_ONE = 1 << 31
+_LENGTHS_REMEMBERED = 64
+
+
+def combine_crcs(first: int, second: int, second_bytes: int) -> int:
+    """CRC32C of two adjoining pieces, from the CRC32C of each."""
+    lowest, low, high, highest = _shift_tables(second_bytes)
+    return lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24] ^ second
+
+
+def combine_equal(crcs: Sequence[int], part_bytes: int) -> int:
+    """CRC32C of adjoining pieces of `part_bytes` each, from the CRC32C of each.
+
+    Each round combines all pairs of neighbours: `bytes.translate` looks up one byte of every pair in one call.
+    """
+    count = 1 << max(0, len(crcs) - 1).bit_length()
+    # Padded to a power of two in front: leading zeros do not change a CRC of 0.
+    raw = struct.pack(f"<{4 * (count - len(crcs))}x{len(crcs)}I", *crcs)
+    planes = [raw[byte::4] for byte in range(4)]
+    while count > 1:
+        shifts, count = _shift_planes(part_bytes), count // 2
+        firsts = [plane[::2] for plane in planes]
+        planes = [
+            _xor(plane[1::2], *(first.translate(table) for first, table in zip(firsts, tables, strict=True)))
+            for plane, tables in zip(planes, shifts, strict=True)
+        ]
+        part_bytes *= 2
+    return int.from_bytes(b"".join(planes), "little")
+
+
+def _xor(*rows: bytes) -> bytes:
+    total = 0
+    for row in rows:
+        total ^= int.from_bytes(row, "little")
+    return total.to_bytes(len(rows[0]), "little")
+
+
+@lru_cache(_LENGTHS_REMEMBERED)
+def _shift_planes(zero_bytes: int) -> tuple[tuple[bytes, ...], ...]:
+    """The tables of `_shift_tables`, split by byte of the result, the lowest first, for `bytes.translate`."""
+    raws = [struct.pack(f"<{len(table)}I", *table) for table in _shift_tables(zero_bytes)]
+    return tuple(tuple(raw[byte::4] for raw in raws) for byte in range(4))
+
+
+@lru_cache(_LENGTHS_REMEMBERED)
+def _shift_tables(zero_bytes: int) -> tuple[Sequence[int], ...]:
+    """For each byte of a CRC, the lowest first: by its value, its share of the CRC after `zero_bytes` zero bytes."""
+    # 31 multiplications by x instead of 32 products: every process builds these tables at its first shard.
+    by_bit = [_power_of_x(8 * zero_bytes)]
+    while len(by_bit) < 32:
+        by_bit.append(_times_x(by_bit[-1]))
+    by_bit.reverse()  # the highest bit is x^0
+    return tuple(_sums(by_bit[first : first + 8]) for first in range(0, 32, 8))
+
+
+def _sums(by_bit: Sequence[int]) -> Sequence[int]:
+    """For each number of `len(by_bit)` bits, the sum of the terms of its set bits, the lowest bit first."""
+    sums = [0]
+    for term in by_bit:
+        sums += [so_far ^ term for so_far in sums]
+    return sums
+
+
+@lru_cache(_LENGTHS_REMEMBERED)
+def _power_of_x(exponent: int) -> int:
+    """x to this exponent. Powers with half the exponent, a quarter, ... are cached, too: doubling it costs one product."""
+    if exponent == 0:
+        return _ONE
+    root = _power_of_x(exponent >> 1)
+    square = _product(root, root)
+    return _times_x(square) if exponent & 1 else square
+
+
+def _times_x(a: int) -> int:
+    return (a >> 1) ^ (_GENERATOR if a & 1 else 0)
+
+
+def _product(a: int, b: int) -> int:
+    """The product of two polynomials, modulo the generator."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_GENERATOR if b & 1 else 0)
+    return product

@@ -1,1 +1,1 @@
-"""Pickles read without an unpickler: their opcodes are followed, and give a tree of the content."""
+"""Reads pickles without an unpickler: a follower of their opcodes makes a tree of the content."""

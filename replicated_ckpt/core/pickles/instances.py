@@ -14,7 +14,7 @@ _LONG = rb"\x8a(?:" + rb"|".join(re.escape(bytes([n])) + rb".{%d}" % n for n in 
 _SMALL = rb"(?:K.|M..|J.{4}|[N\x88\x89])"
 _TEXT_CHARS_MAX = 127
 _TEXT = rb"(?>\x8c.{2,%d}?\x94)" % (_TEXT_CHARS_MAX + 1)
-"""Matches up to the first byte that may end the text. One alternative per length compiles ten times as long."""
+"""Matches up to the first byte that may end the text. One alternative per length would compile ten times as long."""
 _SIZE = _FETCH + rb"(?:N\x85|NN\x86|NNN\x87)\x94\x85\x94R\x94".replace(b"N", _SMALL)
 _FIELD = rb"(" + _FETCH + rb")(" + rb"|".join((_SIZE, _FETCH, _SMALL, _LONG, _TEXT)) + rb")"
 _INSTANCE = rb"\)\x81\x94\}\x94\(" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb")?)?)?ub"
@@ -29,9 +29,9 @@ _CALL_BYTES = 6
 
 
 class Instances:
-    """Follows instances of one pickle. It adds the same entries to memo and shared as the follower would.
+    """Follows instances of one pickle. It adds the same entries to `memo` and `shared` as the follower would.
 
-    Calls with the same bytes become one node, as such nodes never change.
+    Calls with the same bytes become one node, since such nodes never change.
     """
 
     def __init__(self, raw: bytes, memo: list[Any], shared: set[int]) -> None:
@@ -84,7 +84,7 @@ class Instances:
                 self._shared.add(id(item))
             return item
         if opcode == _TEXT_OPCODE:
-            # A byte in the text equals the closing opcode: only the length byte shows where it really ends.
+            # A byte of the text may equal the opcode after it: only the length byte shows where the text ends.
             if value[1] != len(value) - _TEXT_FRAME_BYTES:
                 raise LookupError("a byte within the text ends it for the pattern")
             text = value[2:-1].decode("utf-8", "surrogatepass")
@@ -93,7 +93,7 @@ class Instances:
         return _number(value)
 
     def _call(self, value: bytes, added: list[Any]) -> Made:
-        """The node of a call with one tuple of numbers: a size."""
+        """The node of a call whose only argument is a tuple of numbers, such as a size."""
         found = self._calls.get(value)
         if found is None:
             fetch = value[:2] if value[0] == _FETCHES[0] else value[:5]

@@ -4,6 +4,7 @@ Texts, bytes, numbers, None, lists and tuples stay as they are. Everything else 
 is one object in the tree, however often the pickle refers to it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ class FrozenElements(tuple[Any, ...]):
 
 
 class Made:
-    """The result of a call of a name: an instance (`is_new`: of the class's `__new__`), or any value.
+    """The result of calling a name: an instance, or any other value. `is_new`: the class's `__new__` was called.
 
     `state` is its state from BUILD, `contents` its appended or set items; both are mostly None. Readers of the tree may
     store their own `value`.
@@ -87,9 +88,10 @@ LEAVES = frozenset({str, bytes, int, float, bool, type(None), Named})
 
 
 def member_in(node: Made) -> tuple[Named, str] | None:
-    """The class and the name of a member of an enum, if the node is one: `getattr(class, name)`.
+    """The class and the name, if the node is a member of an enum: `getattr(class, name)`. None: it is not.
 
-    Python 3.11.0 to 3.11.3 pickle members so, others by their value. Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
+    Python 3.11.0 to 3.11.3 pickle members this way, other versions by value.
+    Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
     """
     is_call = node.called.path in _GETATTR and node.state is None and node.contents is None and not node.is_new
     if not is_call or len(node.arguments) != 2:
@@ -117,7 +119,7 @@ class StorageOutline:
 
 @dataclass(frozen=True)
 class TensorOutline:
-    """A plain strided CPU tensor. `dtype`: torch's name, if the storage has none."""
+    """A plain strided CPU tensor. `dtype`: its name in torch; None if the storage's class implies it."""
 
     storage: StorageOutline
     offset: int
@@ -168,3 +170,101 @@ def tensor_of(node: Any) -> TensorOutline | None:
 def _are_sizes(numbers: tuple[Any, ...]) -> bool:
     # `type`, not isinstance: True is an int, and a size of True is a forgery.
     return all(type(number) is int and 0 <= number <= _INT_MAX for number in numbers)
+
+
+# Bounds on a tree, checked before an unpickler reads its pickle.
+#
+# Unpicklers, picklers and loops visit a shared part each time that it is referenced, and hash keys completely. So a few
+# hundred bytes can keep them busy for years. A deeply nested tuple overflows the C stack and ends the process.
+
+DEPTH_MAX = 100
+WEIGHT_MIN = 1 << 20
+WEIGHT_PER_BYTE = 64
+"""A tree may weigh `WEIGHT_MIN` plus this for each byte of its pickle. A node weighs 1 per visit, a text by length."""
+
+_TEXT_BYTES = 64
+_HOOKS = frozenset(
+    f"__{name}__"
+    for name in ("class", "getnewargs", "getnewargs_ex", "getstate", "module", "reduce", "reduce_ex", "setstate")
+)
+"""Attributes by which an instance controls picklers."""
+
+
+def check_bounds(tree: Any, size_bytes: int) -> int:
+    """Checks a tree, and returns its weight.
+
+    A walk through the values of an accepted tree takes time in proportion to `size_bytes`, and at most DEPTH_MAX levels.
+
+    Raises:
+        PickleUnsafe: the tree exceeds a limit, a part contains itself, or an attribute would control a pickler.
+    """
+    weight_max = WEIGHT_MIN + WEIGHT_PER_BYTE * size_bytes
+    extents: dict[int, tuple[int, int]] = {}
+    begun: set[int] = set()
+    # A loop, not a recursion: the depth is not known to be bounded yet.
+    to_do = [tree]
+    while to_do:
+        node = to_do[-1]
+        if id(node) in extents or type(node) in LEAVES:
+            to_do.pop()
+            continue
+        if id(node) in begun:
+            extents[id(node)] = _extent(node, extents, weight_max)
+            to_do.pop()
+            continue
+        begun.add(id(node))
+        for child in _children(node):
+            if type(child) not in LEAVES and id(child) not in extents:
+                # A cycle: a walk through the value would never end.
+                if id(child) in begun:
+                    raise PickleUnsafe("holds a part that contains itself")
+                to_do.append(child)
+    return extents[id(tree)][0] if id(tree) in extents else 1
+
+
+def _extent(node: Any, extents: dict[int, tuple[int, int]], weight_max: int) -> tuple[int, int]:
+    """Weight and depth of a node, from those of its children."""
+    weight, depth = 1, 0
+    for child in _children(node):
+        if type(child) in LEAVES:
+            weight += 1 + len(child) // _TEXT_BYTES if type(child) in (str, bytes) else 1
+        else:
+            below, deep = extents[id(child)]
+            weight += below
+            depth = max(depth, deep)
+    # As in a billion-laughs file: each level refers to the one below many times.
+    if weight > weight_max:
+        raise PickleUnsafe("repeats its parts beyond the limit")
+    if depth >= DEPTH_MAX:
+        raise PickleUnsafe(f"is nested more than {DEPTH_MAX} levels deep")
+    return weight, depth + 1
+
+
+def _children(node: Any) -> Iterator[Any]:
+    if type(node) is Made:
+        yield from (node.called, node.arguments, node.state, node.contents)
+    elif type(node) is Stored:
+        yield node.identity
+    else:
+        items = [part for pair in node.items() for part in pair] if type(node) is Fields else node
+        # With its own __reduce__ a safe class would run any callable when it is pickled again.
+        if type(node) in (Fields, Pairs) and any(type(key) is str and key in _HOOKS for key in items[::2]):
+            raise PickleUnsafe("sets an attribute that controls picklers")
+        yield from items
+
+
+def names_in(tree: Any) -> set[Named]:
+    """Every name in a tree. A member of an enum counts as its class, in both forms of pickling."""
+    found: set[Named] = set()
+    seen: set[int] = set()
+    to_do = [tree]
+    while to_do:
+        node = to_do.pop()
+        if type(node) is Named:
+            found.add(node)
+        elif type(node) is Made and (member := member_in(node)) is not None:
+            found.add(member[0])
+        elif type(node) not in LEAVES and id(node) not in seen:
+            seen.add(id(node))
+            to_do += _children(node)
+    return found

@@ -1,6 +1,7 @@
 """Placement: the nodes that hold copies for each node, as a printable value.
 
-Disjoint groups of `copies` nodes, not a ring over all of them: with two copies there are half as many fatal pairs.
+Disjoint groups of `copies` nodes, not a ring over all of them: with two copies, this halves the pairs of nodes whose
+loss is fatal.
 Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure domains come first, rank order second.
 """
 
@@ -14,7 +15,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node to be placed. Nodes are passed in rank order. `domains`: see `find_shared`; (): the node fails alone.
+    """A node to be placed. Nodes are passed in rank order. `domains`: from `list_domains`; (): the node fails alone.
 
     `state`: equal for nodes whose ranks have the same values, which then need not send them to each other.
     """
@@ -29,7 +30,7 @@ class Placement:
     """The holders of copies for each node.
 
     Each group's nodes form a ring; a node's buddies are the next `copies - 1` nodes in it. `copies` is smaller than
-    requested if there are fewer nodes. `shared_domain` has the nodes with two copies in one of the largest domains.
+    requested if there are fewer nodes. `shared_domain` has the nodes with two copies in one domain of the largest kind.
     """
 
     copies: int
@@ -117,7 +118,7 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
     left: dict[str, list[str]] = {}
     first = {node.state: place for place, node in reversed(list(enumerate(nodes)))}
     counts = Counter(node.state for node in nodes)
-    # Of a state that no other node has, each choice would search all nodes that are left.
+    # Only states of several nodes: for any other, each choice would search all remaining nodes in vain.
     state_of = {node.node_id: node.state for node in nodes if counts[node.state] > 1}
     for node in nodes:
         left.setdefault(domain_of[node.node_id], []).append(node.node_id)
@@ -141,7 +142,7 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
 
 
 def _take_like(members: list[str], group: Sequence[str], state_of: Mapping[str, str]) -> str:
-    """Takes the first of the members with the state of the group's first node, else the first of all."""
+    """Removes and returns the first member with the state of the group's first node; if there is none, the first member."""
     wanted = state_of.get(group[0]) if group else None
     if wanted is None:
         return members.pop(0)

@@ -16,8 +16,8 @@ NodesByShard = Mapping[str, set[str]]
 class SeenSave:
     """The state of one save. A node is assumed to have a file if it does not answer, or cannot list its files.
 
-    Assumed copies only prevent new copies, and count for nothing else (I2). All other sets are of nodes that answer. In
-    `footer_damaged` copies only the footer is bad. `holders` have any file of the save.
+    Assumed copies only prevent new copies, and count for nothing else (I2). All other sets have only nodes that answer.
+    In `footer_damaged` copies only the footer is bad. `holders` have any file of the save.
     """
 
     found: SaveFound
@@ -46,7 +46,7 @@ class SeenSave:
 
     @cached_property
     def may_be_whole(self) -> bool:
-        """Whether it can become whole by repair, and by the return of nodes that do not answer."""
+        """Whether the save can become whole by repair, and by the return of nodes that do not answer."""
         has_metadata = bool(self.with_metadata or self.assumed_metadata)
         return has_metadata and all(self.can_give(shard) or self.assumed[shard] for shard in self.manifest.shards)
 
@@ -57,7 +57,7 @@ class SeenSave:
         return tuple(sorted(either, key=lambda node: (node not in self.with_manifest & self.with_metadata, node)))
 
     def can_give(self, shard: str) -> bool:
-        """Whether an intact copy can be made: from one, from several damaged ones together, or from data without footer."""
+        """Whether an intact copy can be made: from an intact one, one with a bad footer, or several damaged ones."""
         return bool(self.intact[shard] or self.footer_damaged[shard]) or len(self.damaged[shard]) > 1
 
     def is_overwritten(self, name: str, taken: Collection[str]) -> bool:
@@ -74,7 +74,10 @@ class SeenSave:
         return is_conflicting or not self.manifest.shards.keys().isdisjoint(held.sizes)
 
     def strays(self, node_id: str) -> list[str]:
-        """Shards in the node's directory that belong neither to the manifest nor to the optimizer that it has dropped."""
+        """Shards in the node's directory that the manifest does not name.
+
+        The optimizer's are left out if only other nodes have dropped it: this node drops its own later.
+        """
         held = [holding for holding in self.found.holdings if holding.node_id == node_id]
         names = {name: holding for holding in held for name in holding.sizes if name not in self.manifest.shards}
         return sorted(name for name, holding in names.items() if not self._is_dropped_elsewhere(name, holding))

@@ -1,7 +1,7 @@
 """Settlement: the fate of a staged save, and the rules by which versions replace each other or are dropped.
 
 These are all decisions of the commit protocol that can lose data (docs/protocol.md). They are functions of observations,
-so that agents and the search of small worlds run the same code.
+so that agents and the exhaustive search in tests/fault/small_worlds run the same code.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ class Answer(Enum):
     PUBLISHED = "committed"
     """The node has committed the save."""
     DECIDED = "decided"
-    """The node has the decision and cannot publish it: a newer save is published."""
+    """The node has the decision, but cannot publish it, because a newer save is published."""
     WORKING = "working"
     """The save is staged, and ranks of that node still work on it."""
     STAGED = "staged"
@@ -86,7 +86,7 @@ def may_publish(staged: Version, published: Version | None, replaces: str) -> bo
     if published is None or published.save_id == staged.save_id:
         return True
     if published.lineage == staged.lineage:
-        # A save that was delayed, as by a stopped agent, must not replace a newer one.
+        # A delayed save, for example of a stopped agent, must not replace a newer one.
         return staged.is_newer_than(published)
     return published.save_id == replaces
 

@@ -1,4 +1,4 @@
-"""The meaning of "latest": the newest checkpoint in one directory of ids, or of one form of name there."""
+"""The meaning of "latest": the newest checkpoint in one directory of ids, or of one form there, such as "step-{}"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _HERE = "./"
 class Newest:
     """The newest checkpoint whose id lies in `directory`; "" for ids of one part; None: in the only existing directory.
 
-    `form`: only ids whose last part is `form.format(step)` for some step, as of "step-{}". "": all of them.
+    `form`: only ids whose last part is `form.format(step)` for some step, such as "step-{}". "": all ids.
     """
 
     directory: str | None = None
@@ -27,7 +27,7 @@ class Newest:
 
     @classmethod
     def parse(cls, asked: str) -> "Newest | None":
-        """The request in a text; None: the text is a checkpoint id, which has no braces."""
+        """Parses a request. None: the text is a checkpoint id, which has no braces."""
         name, space, form = asked.rpartition(" ") if asked.endswith("}") else (asked, "", "")
         directory, slash, last = name.rpartition("/")
         if last != LATEST or (space and not form):

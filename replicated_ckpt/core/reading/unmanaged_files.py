@@ -129,7 +129,7 @@ class UnmanagedCheckpoint:
 
 
 def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, UnmanagedFile]) -> UnmanagedFile:
-    # Choosing one would mix two runs' shards without any sign of it.
+    # Choosing one of them would mix the shards of two runs unnoticed.
     if len({file.identity for file in file_by_node.values()}) > 1:
         raise CheckpointAmbiguous(checkpoint_id, name, {node: str(file) for node, file in file_by_node.items()})
     return file_by_node[min(file_by_node)]
@@ -160,7 +160,7 @@ class UnmanagedSave:
 
     @property
     def save_id(self) -> str:
-        """A made-up id, derived from the files, so that every node derives the same."""
+        """A made-up id, derived from the files: every node derives the same one."""
         size, crc = self.metadata.identity
         return hashlib.sha256(f"stock/{self.checkpoint_id}/{size}/{crc}".encode()).hexdigest()[:32]
 
@@ -169,7 +169,7 @@ class UnmanagedSave:
 
     @cached_property
     def written_later(self) -> tuple[str, ...]:
-        """Shards written after `.metadata`: by an interrupted later save, or copied there by hand."""
+        """Shards that are newer than `.metadata`: from an interrupted later save, or copied by hand."""
         latest = self.checkpoint.modified_unix_s + _SLACK_S
         return tuple(
             shard
@@ -249,7 +249,7 @@ def unmanaged_checkpoints(
 
 
 _STATE_MAX = 128
-"""Most keys and values of an instance's state: a shared state is searched once for each of its instances."""
+"""Limit of the keys and values of an instance's state: a shared state is searched once for each of its instances."""
 
 
 def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:

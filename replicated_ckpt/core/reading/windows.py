@@ -1,4 +1,4 @@
-"""The order of sources and windows: the pieces in which shards are read, from where, and which rank fetches each."""
+"""The plan of reads: from which nodes shards are read, in which pieces (windows), and by which rank of a node."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ def source_orders(
 ) -> dict[str, tuple[str, ...]]:
     """The sources of each shard: the own store, then peers, those with the fewest planned bytes first, then the bucket.
 
-    Between equally loaded peers a hash of `reader_key`, which differs between readers, and the shard decides. So many
-    readers spread over the holders without communication. A shard without sources is lost.
+    Between equally loaded peers a hash of `reader_key`, which differs between readers, and the shard decides. This
+    spreads the readers over the holders without communication. A shard without sources is lost.
     """
     planned_bytes: dict[str, int] = {}
     orders: dict[str, tuple[str, ...]] = {}
@@ -101,7 +101,7 @@ class Unit:
 def windows_of(
     shard: str, ranges: Iterable[ByteRange], window_bytes: int, straight: Iterable[ByteRange] = ()
 ) -> list[Window]:
-    """The windows that cover `ranges`, in ascending order. Ranges are joined if no further block is read for that.
+    """The windows that cover `ranges`, in ascending order. Ranges are joined if that reads no further block.
 
     `window_bytes` divides CELL_BYTES and is a multiple of BLOCK_BYTES. The whole blocks of each range in `straight` get
     windows of their own, so that they can be read directly into their target.
@@ -145,9 +145,10 @@ def in_order(windows: Iterable[Window], shards: Sequence[str]) -> list[Window]:
 
 
 def plan_shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: Sequence[str]) -> tuple[Unit, ...]:
-    """The windows that ranks of one node fetch for each other, in order: of cells with a block that several need.
+    """The windows that ranks of one node fetch for each other, in reading order.
 
-    The rank with the fewest planned blocks among those that need a cell fetches it, with everything between their needs.
+    They lie in cells with a block that several ranks need. Of the ranks that need a cell, the one with the fewest planned
+    blocks fetches it: one window, from the first byte that any of them needs to the last.
     """
     needs: dict[tuple[str, int], dict[int, list[Window]]] = {}
     for rank in sorted(windows_by_rank):

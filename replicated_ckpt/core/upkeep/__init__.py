@@ -1,1 +1,1 @@
-"""Rules that keep checkpoints complete, or retire them: plans of repair, policies of retention."""
+"""Rules that keep checkpoints complete, or retire them: repair, retention, uploads."""

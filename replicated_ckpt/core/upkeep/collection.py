@@ -25,7 +25,7 @@ def has_several_versions(own: Sequence[Holding], nodes: Sequence[NodeView]) -> b
 
 
 def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal, ...]:
-    """The replaced versions that a node may delete, as the published version was seen whole."""
+    """The replaced versions that a node may delete, because the published version was seen whole."""
     published = {held.checkpoint_id: held.version for held in own if not held.is_replaced}
     return tuple(
         Removal(held.node_id, held.checkpoint_id, held.save_id, "a newer complete save has replaced it")
@@ -39,7 +39,7 @@ def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal
 def find_in_the_way(
     own: Sequence[Holding], manifest_by_save: Mapping[str, Manifest], whole: WholeVersions
 ) -> tuple[Removal, ...]:
-    """The published versions of a node that block a newer one of their run, whose files have the same names.
+    """The published versions of a node that block a newer version of their run, because files have the same names.
 
     This happens on a node that was away when the id was saved again. Afterwards the newer one is copied there.
     """
@@ -65,11 +65,12 @@ def find_end_of_in_doubt(
 ) -> str:
     """The reason why a staged save in doubt has ended; "" if it has not.
 
-    `place`: its lineage and sequence, if known. `members`: the nodes of a decided save that this node coordinates; else
-    empty. `published` is the version here, and the save was opened over `replaces`.
+    `place`: the version of the save, if its lineage and sequence are known. `published`: the version that is published on
+    this node. `replaces`: the save that was published when this one was opened. `members`: the nodes of the save if it is
+    decided and this node coordinates it; else empty.
     """
     versions = whole.get(checkpoint_id, ())
-    # Without its place in the order no version is known to be newer.
+    # Without a place in the order no version is known to be newer.
     if place is None:
         return ""
     # `published` is not passed: a version of another lineage may be the one that this save is to replace.
@@ -91,8 +92,8 @@ def find_whole_versions(
     """By checkpoint, the versions that may replace others, as seen at nodes that answer. In a lineage the oldest is first.
 
     Every shard and the metadata were seen intact. The newest of a lineage must also have all copies that these nodes can
-    have: making a copy reads the shard, and so detects a flipped bit in the only one. With `may_be_short`, as when no more
-    copies can be made, one copy is enough.
+    have: making a copy reads the shard, and so detects a flipped bit in the only one. `may_be_short`: one copy is enough,
+    because no more can be made.
     """
     up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
     whole: dict[str, list[Version]] = {}
@@ -113,7 +114,7 @@ def find_whole_versions(
 
 
 def _has_all_copies(save: SeenSave, up: Collection[NodeView]) -> bool:
-    """Whether no node can take another copy: leaving nodes cannot, nor nodes that a version of their own blocks."""
+    """Whether no node can take a further copy. Leaving nodes take none, nor do nodes whose own version blocks the save."""
     leaving = {node.node_id for node in up if node.is_leaving}
     places = save.holders | {node.node_id for node in up if not any(map(save.is_blocked_by, node.holdings or ()))}
     wanted = min(save.manifest.copies, len(places - leaving))

@@ -8,19 +8,19 @@ from typing import Any
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage, is_save_id
 
 REJECTIONS_MAX = 1024
-"""Of one node. With that many it learns no more from peers; for its own user the oldest one ends."""
+"""Limit for one node. A full node takes no more from peers; a further one of its own user pushes out the oldest."""
 RUNS_MAX = 256
-"""Runs whose restores one node counts; the one that was restored longest ago is forgotten."""
+"""Limit of the runs whose restores one node counts. A further one pushes out the run that was restored longest ago."""
 _COUNTED_MAX = 64
 RESTORES_MAX = 1 << 20
 _REVISION_MAX = 1 << 53
 LEARNED_MAX = 1 << 32
-"""A larger number of changes is not taken over from a peer. So this node's own user can always come after it."""
+"""Largest number of changes that is accepted from a peer: this node's own user can always change the mark again."""
 
 
 @dataclass(frozen=True)
 class Restores:
-    """The restores of a run's checkpoints by "latest", by save id, since the run's newest save.
+    """How often "latest" has restored each save of a run, by save id, since the run's newest save.
 
     `newest` is the sequence of that save. A later save begins a new count on every node, also on one that was away.
     """
@@ -42,10 +42,10 @@ class Restores:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a node knows, or several together.
+    """The marks of one node, or of several together.
 
-    `rejections` has the number of changes of each mark, by save id. It only grows, so of several nodes the largest number
-    is the newest word. An odd one: the save is rejected. `restores`: by lineage.
+    `rejections`: by save id, how often the mark was set or cleared. An odd number: the save is rejected. The number only
+    grows, so the largest one of several nodes is the latest. `restores`: by lineage.
     """
 
     rejections: Mapping[str, int] = field(default_factory=dict)
@@ -83,10 +83,10 @@ NO_MARKS = Marks()
 
 
 def next_revision(revision: int, *, is_rejected: bool) -> int:
-    """The number of changes of a mark after it is set, or ended. The same number: it is so already.
+    """The number of changes of a mark after it is set or cleared; unchanged if the mark is in that state already.
 
     Raises:
-        ValueError: a lying agent has used up the numbers.
+        ValueError: the number would exceed its limit, because an agent has sent a false one.
     """
     found = revision if revision % 2 == is_rejected else revision + 1
     if found > _REVISION_MAX:
@@ -95,7 +95,7 @@ def next_revision(revision: int, *, is_rejected: bool) -> int:
 
 
 def merge_marks(told: Iterable[Marks]) -> Marks:
-    """What several nodes know together, in any order."""
+    """The marks of several nodes together. Their order does not matter."""
     rejections: dict[str, int] = {}
     restores: dict[str, Restores] = {}
     for marks in told:

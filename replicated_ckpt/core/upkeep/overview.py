@@ -1,4 +1,4 @@
-"""The overview of a cluster: the copies that one look at all nodes has shown, and the newest save of each level."""
+"""The overview of a cluster after one look at all nodes: missing copies, and the newest protected saves."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 @dataclass(frozen=True)
 class Look:
-    """One look at all nodes, the own one first: the manifests by save, and the saves that are being removed."""
+    """One look at all nodes, this node first: the manifests by save, the views, and (`going`) saves that are removed."""
 
     manifests: Mapping[str, Manifest]
     views: Sequence[NodeView]
@@ -19,11 +19,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Overview:
-    """`copies_missing`: of all shards together, as many as each save had nodes for. `shards_lost`: shards without a copy.
+    """Figures of all saves together.
 
-    The times are those of the newest saves by their coordinators' clocks, and 0 without one. `whole_unix_s`: each shard has
-    a copy. `protected_unix_s`: each has all its copies. `uploaded_unix_s`: the save is in the bucket. `uploaded_bytes`: the
-    shards of all saves that nodes hold and that are in the bucket, too.
+    `copies_missing`: missing copies of all shards. A save with fewer nodes than copies needs one copy on each node.
+    `shards_lost`: shards without a copy.
+
+    Each time is that of the newest such save, by its coordinator's clock; 0: there is none. `whole_unix_s`: a save of
+    which each shard has a copy. `protected_unix_s`: each shard has all its copies. `uploaded_unix_s`: the save is in the
+    bucket. `uploaded_bytes`: the size of all saves that lie both on nodes and in the bucket.
     """
 
     copies_missing: int
@@ -35,7 +38,7 @@ class Overview:
 
 
 def make_overview(look: Look) -> Overview:
-    """The overview from one look. A node that fell silent a moment ago counts with what it held last."""
+    """The overview from one look. A node that fell silent a moment ago counts with its last holdings."""
     have, described = _count_copies(look)
     missing, lost, whole, protected = 0, 0, list[Manifest](), list[Manifest]()
     for manifest in _newest_of_names(look):
@@ -59,7 +62,7 @@ def _newest(saves: Iterable[Manifest]) -> float:
 
 
 def _newest_of_names(look: Look) -> list[Manifest]:
-    """The saves that stay: of each name and run the newest, as it replaces the others."""
+    """The newest save of each name and run: it replaces the others. Saves that are being removed are left out."""
     newest: dict[tuple[str, str], Manifest] = {}
     for manifest in look.manifests.values():
         key = manifest.checkpoint_id, manifest.lineage
@@ -74,7 +77,7 @@ def _count_copies(look: Look) -> tuple[Counter[tuple[str, str]], set[str]]:
     for view in look.views:
         if view.presence is Presence.GONE:
             continue
-        if view.holdings is None:  # it was never seen: it has what the saves meant for it
+        if view.holdings is None:  # it never answered: it is assumed to have its intended shards
             for save_id, manifest in look.manifests.items():
                 have.update((save_id, name) for name, entry in manifest.shards.items() if view.node_id in entry.holders)
             continue

@@ -1,4 +1,4 @@
-"""Policies of retention as nodes exchange them: the checkpoints that they cover, and the newer of two."""
+"""Retention policies as nodes exchange them: the checkpoints that they cover, and the merge of two policies."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -60,15 +60,15 @@ def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
 
 
 def scope_of(checkpoint_id: str) -> str:
-    """The directory of a checkpoint id, to which a policy applies: ids in one directory are of one run."""
+    """The directory of a checkpoint id. A policy applies to one directory."""
     return dirname(checkpoint_id)
 
 
 def find_series_name(checkpoint_id: str) -> str | None:
-    """A name by which a policy can count a checkpoint whose step is its directory's number: `run-ema/step_10`.
+    """For an id such as `run/step_10/ema`, the name under which a policy can count it: `run-ema/step_10`.
 
-    Each directory of `run/step_10/ema`, `run/step_20/ema` has one checkpoint of each kind, and a policy never removes the
-    newest. None: the id is not of that form.
+    A policy covers the checkpoints of one directory, and never removes the newest. `run/step_10/` has only one checkpoint
+    of its kind, so under its own id it would never be removed. None: the id is not of that form.
     """
     above, name = scope_of(checkpoint_id), checkpoint_id.rpartition("/")[2]
     # Only `run/step_10/ema`: a name that ends with a number is counted by itself.
@@ -98,7 +98,7 @@ def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
 
 
 def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ...]:
-    """The agreed policies that equal those of this node's own ranks. Only by these it may remove checkpoints."""
+    """The agreed policies that equal those of this node's own ranks. This node removes checkpoints only by these."""
     # A peer alone must not make this node remove files: its own ranks must want the same.
     wanted = {policy.key: policy.retention for policy in own}
     return tuple(policy for policy in agreed if policy.key in wanted and wanted[policy.key] == policy.retention)
@@ -106,7 +106,7 @@ def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ..
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node's report besides its holdings: its policies, marks, and the state of its uploads. Removals depend on it.
+    """A node's report, which comes with its holdings: policies, marks, and the state of uploads. Removals depend on it.
 
     `uploading`: saves that, to the node's knowledge, are not in the bucket yet. `uploaded`: saves that are in the
     bucket, or need not be. `ordered`: the saves in `uploading` that a user ordered by hand; they always count.
@@ -162,7 +162,7 @@ def _save_ids(found: Iterable[Any]) -> frozenset[str]:
 
 
 def pending(node_reports: Iterable[NodeReport]) -> frozenset[str]:
-    """The saves with an unfinished upload. One node that reports a save as uploaded is enough, unless it was ordered."""
+    """The saves with an unfinished upload. If any node reports a save as uploaded, only an order by hand still counts."""
     said = tuple(node_reports)
     uploading = frozenset[str]().union(*(one.uploading for one in said))
     uploaded = frozenset[str]().union(*(one.uploaded for one in said))

@@ -16,7 +16,7 @@ from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, recogniz
 
 
 class Presence(Enum):
-    """The state of a node. An unreachable node never counts as gone before its time, or a user's decision."""
+    """The state of a node. An unreachable node counts as gone only after a time-out, or if a user decides so."""
 
     UP = "up"
     """It answers, and can give and take copies."""
@@ -54,15 +54,17 @@ def plan_repair(
 
     Every node that is up gets manifest and metadata of every checkpoint. A damaged copy is replaced in place. A missing
     copy goes to a node with room for it: to an intended holder, else to a domain without a copy, else to the node with the
-    fewest planned bytes. A node's domain is that of its newest save. Of several saves of a checkpoint and lineage, the
-    newest one that was seen whole replaces older ones; while none was, each is repaired in place. A published version of
-    another lineage stays, and its node gets no copy. The same views give the same plan, so each node plans on its own.
+    fewest planned bytes. A node's domain is that of its newest save. The same views give the same plan, so each node plans
+    on its own.
+
+    Of several saves of a checkpoint and lineage, the newest one that was seen whole replaces older ones. If none was seen
+    whole, each is repaired in place. A published version of another lineage stays, and its node gets no copy.
 
     `going`: retired or removed saves, which are ignored. A directory with another name than its save's was renamed or
     copied by a user. It is repaired in any case.
 
-    Files of a save that no node knows stay. Only `own_node`, which plans for itself, lets a whole save replace them, and
-    only if every known node has answered.
+    Files of an unknown save, whose manifest no node has, stay. A whole save may replace them only on `own_node`, which
+    plans for itself, and only if every known node has answered.
     """
     plan = _Planning(nodes, own_node, find_domains(manifest_by_save.values()))
     for checkpoint in _checkpoints(manifest_by_save, nodes, going):
@@ -95,12 +97,12 @@ class _Checkpoint:
         return by_lineage
 
     def find_going(self, save: SeenSave) -> set[str]:
-        """The nodes that delete the save, as a whole save of another lineage has replaced it there."""
+        """The nodes that delete the save, because a whole save of another lineage has replaced it there."""
         kept = {holding.node_id for holding in save.found.holdings if holding.is_replaced}
         return {node for node in kept if self._whole_named.get(node, save.version.lineage) != save.version.lineage}
 
     def find_blocked(self) -> dict[str, set[str]]:
-        """By save, the nodes without it whose own version blocks it."""
+        """By save, the nodes that lack the save, and whose own version blocks it."""
         held = [holding for save in self.saves for holding in save.found.holdings]
         return {
             save.found.save_id: {one.node_id for one in held if save.is_blocked_by(one)} - save.holders
@@ -166,7 +168,7 @@ class _Look:
         return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged), left)
 
     def _see(self, save: SaveFound, recognized: Sequence[Holding]) -> SeenSave:
-        """The save, with files on nodes without its manifest that were recognized as its own."""
+        """The state of the save. `recognized`: its files on nodes without its manifest."""
         with_unclaimed_files = replace(save, holdings=(*save.holdings, *recognized))
         nodes = frozenset(holding.node_id for holding in recognized)
         return see_save(with_unclaimed_files, self._manifests[save.save_id], self._up, self._unsure, nodes)
@@ -197,7 +199,7 @@ class _Planning:
 
     def add(self, checkpoint: _Checkpoint) -> None:
         published = self._find_published(checkpoint)
-        # Nodes with files of an unknown save are not blank: they may be the last copies.
+        # Nodes with files of an unknown save are not blank: these files may be its last copies.
         blank = self._up - published.keys() - checkpoint.foreign
         self._blocked = checkpoint.find_blocked() if len(checkpoint.saves) > 1 else {}
         for lineage, saves in checkpoint.lineages.items():
@@ -226,11 +228,14 @@ class _Planning:
         return published
 
     def _find_overruled(self, checkpoint: _Checkpoint) -> set[str]:
-        """The nodes whose files of an unknown save a whole save replaces, unless they may be another run's."""
+        """This node, if a whole save may replace its files of an unknown save.
+
+        It may not while a node is silent, which may have the manifest of that save, or if the files may be another run's.
+        """
         return set() if self._silent or len(checkpoint.lineages) > 1 else {self._own_node or ""} & checkpoint.foreign
 
     def _add_foreign(self, checkpoint: _Checkpoint) -> None:
-        """Adds files of an unknown save as short: their manifest is lost, or on a node that does not answer."""
+        """Adds the files of unknown saves to `short`: their manifests are lost, or on nodes that do not answer."""
         waits_for = tuple(sorted(self._silent))
         for node_id in sorted(checkpoint.foreign - checkpoint.left):
             place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"
@@ -278,7 +283,7 @@ class _Planning:
             self._add_short(save, shard, have, set(entry.holders) | (held or self._unsure), is_in_doubt=is_in_doubt)
 
     def _sources(self, save: SeenSave, shard: str) -> tuple[str, ...]:
-        """Sources of the shard: intact copies, the owner's first, then copies without a footer, then damaged ones."""
+        """Sources of the shard: intact copies, the owner's first, then copies with a bad footer, then damaged ones."""
         intact, footer_damaged, owner = (
             save.intact[shard],
             save.footer_damaged[shard],
@@ -318,7 +323,7 @@ class _Planning:
 
 
 def _where_taken(short: ShortShard, save: SeenSave, taken: tuple[str, ...]) -> ShortShard:
-    """A short file, with the nodes `taken` on which other runs' saves are published."""
+    """The short file, with the nodes that take no copy of it: on `taken`, other runs' saves are published."""
     is_over = not short.have and save.is_overwritten(short.shard, taken)
     lies_on = tuple(sorted(save.holders)) if taken else ()
     return replace(short, taken_on=taken, is_in_doubt=short.is_in_doubt or is_over, lies_on=lies_on)

@@ -12,7 +12,7 @@ from replicated_ckpt.wording import describe_way_out, one_line
 
 @dataclass(frozen=True)
 class RestoreManifest:
-    """A node gets manifest and metadata of a save: one that it does not have, or has lost parts of.
+    """A node gets the manifest and the metadata of a save. It does not have the save, or has lost these files.
 
     `sources` answer and have an intact manifest or intact metadata; those with both come first.
     """

@@ -8,8 +8,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import find_step
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.manifest import Manifest, metrics_of
 from replicated_ckpt.core.upkeep.marks import merge_marks
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -22,8 +21,8 @@ class Candidate:
 
     `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
     reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
-    `is_full`: it has an optimizer, in files of its own, which no holder has dropped. `can_slim`: some holder has it.
-    `is_rejected`: a user has "latest" skip it, so it takes no good checkpoint's place.
+    `is_full`: its optimizer is in separate files, and no holder has dropped them. `can_slim`: some holder still has
+    them. `is_rejected`: a user has rejected it, so "latest" skips it, and it takes no good checkpoint's place.
     """
 
     checkpoint_id: str
@@ -63,10 +62,10 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     while an older version of its checkpoint is, since its removal would publish that version again.
 
     With `full_last`, a kept checkpoint loses its optimizer if it is whole, not held back, and older than the newest
-    `full_last` whole full ones. The newest full one with all its copies keeps it.
+    `full_last` whole full ones. The newest full one with all its copies keeps its optimizer.
 
-    A rejected save takes no good one's place in any rule, and stays where it would without the mark. So a mark, which a
-    peer may have sent, removes nothing.
+    A rejected save takes a good one's place in no rule, but is kept wherever it would be kept without the mark. A mark may
+    come from a peer, and so must not remove anything.
     """
     newest_whole: dict[str, int] = {}
     good = [candidate for candidate in candidates if not candidate.is_rejected]
@@ -85,9 +84,9 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     drops = _find_dropping(candidates, good, retention)
     named: set[str] = set()
     verdicts = []
-    # Oldest first: whether an older version stays decides on the newer one of its name.
+    # Oldest first: if an older version stays, the newer one of its name stays, too.
     for candidate in reversed(ordered):
-        # An older version of a kept name would stay for good: it has the same step.
+        # A step keeps only the newest version of a name: older ones have the same step, and would stay forever.
         is_newest = candidate.sequence >= newest_whole.get(candidate.checkpoint_id, -1)
         period = _find_period(candidate, retention) if is_newest else None
         verdict = _judge_one(candidate, retention, oldest, protected, best, period)
@@ -103,7 +102,7 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 def _find_dropping(
     candidates: Sequence[Candidate], good: Sequence[Candidate], retention: Retention
 ) -> Mapping[str, str]:
-    """For each save that loses its optimizer if it is kept, the rule. `good`: the saves that count."""
+    """By save that loses its optimizer if it is kept: the rule. `good`: the candidates that are not rejected."""
     if retention.full_last is None:
         return {}
     full = {one.sequence for one in good if one.is_full and one.is_whole}
@@ -114,7 +113,7 @@ def _find_dropping(
     protected = _find_protected(one for one in candidates if one.is_full)
     protected |= _find_protected(one for one in good if one.is_full)
     full_ones = plural(retention.full_last, "full checkpoint")
-    rule = f"its weights alone: it is older than {newest[-1]}, of the newest {full_ones}"
+    rule = f"it keeps only its weights: its sequence is below {newest[-1]}, the lowest of the newest {full_ones}"
     return {
         one.save_id: rule
         for one in candidates
@@ -127,7 +126,7 @@ def _find_dropping(
 
 
 def _find_protected(candidates: Iterable[Candidate]) -> set[int]:
-    """The sequence of the newest with all its copies."""
+    """The sequence of the newest candidate with all its copies; empty if there is none."""
     return {max(found)} if (found := [one.sequence for one in candidates if one.is_protected]) else set()
 
 
@@ -145,7 +144,7 @@ def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidat
 
 
 def _find_period(candidate: Candidate, retention: Retention) -> str | None:
-    """The rule by which its step keeps it, if it does."""
+    """The rule by which the step in its id keeps a candidate; None if it does not."""
     step, period = find_step(candidate.checkpoint_id), retention.keep_period
     is_multiple = step is not None and period is not None and step % period == 0
     return f"its step {step} is a multiple of {period}" if is_multiple else None
@@ -178,7 +177,7 @@ def _judge_one(
     else:
         is_kept = False
         newest = plural(retention.keep_last, "complete checkpoint")
-        rule = f"its sequence {sequence} is older than {oldest}, of the newest {newest}"
+        rule = f"its sequence {sequence} is below {oldest}, the lowest of the newest {newest}"
         rule += "" if every is None else f", and not a multiple of {every}"
         rule += "" if retention.keep_period is None else f", and its step is not a multiple of {retention.keep_period}"
     return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)
@@ -201,7 +200,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """The verdicts, removals and slimmings of nodes that answer. Nodes that return later plan for themselves."""
+    """The verdicts, and the removals and slimmings on nodes that answer. Nodes that return later plan for themselves."""
 
     verdicts: tuple[Verdict, ...] = ()
     removals: tuple[Removal, ...] = ()
@@ -214,7 +213,7 @@ class RetentionPlan:
 
     @property
     def slimmed(self) -> frozenset[str]:
-        """The saves of which no node keeps the optimizer."""
+        """The saves of which no node should keep the optimizer."""
         return frozenset(verdict.save_id for verdict in self.verdicts if verdict.drops_optimizer)
 
     @property
@@ -263,7 +262,7 @@ def plan_retention(
     holdings = _holdings_by_save(manifest_by_save, up)
     verdicts: list[Verdict] = []
     for policy in sorted(policies, key=lambda policy: policy.key):
-        # The bucket's policies are applied by its uploader, against the bucket's own listing.
+        # The uploader applies the bucket's policies, by the bucket's own listing.
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
@@ -298,10 +297,10 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
 def _left_aside(
     verdicts: Sequence[Verdict], manifests: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
 ) -> Iterator[Verdict]:
-    """Incomplete versions of other runs that a removed save had replaced. Its removal would publish them again.
+    """Incomplete versions of other runs that a removed save had replaced: its removal would publish them again.
 
-    They are last here, so that a node removes them first. A complete version stays, and so does one that some node
-    publishes.
+    They are last here, so that a node removes them first. Complete versions stay, and so do versions that
+    some node publishes.
     """
     going = {verdict.checkpoint_id for verdict in verdicts if not verdict.is_kept}
     judged = {verdict.save_id for verdict in verdicts}
@@ -341,7 +340,7 @@ def _candidates(
             held_back = NO_MANIFEST
         copies = _copies(manifest, holdings[save_id])
         wanted = max(1, min(manifest.copies, len(up)))
-        # The silent node may have the missing shard: what is removed now could not be completed.
+        # The silent node may have the missing shard: a save that is removed now could not be completed later.
         if in_doubt and not copies and not held_back:
             held_back = NODE_SILENT
         if copies and any(name == manifest.checkpoint_id and run != manifest.lineage for name, run in aside):
@@ -388,7 +387,7 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
     held = [holding for node in nodes for holding in node.holdings or ()]
     removed: dict[str, set[Version]] = {}
     for one in held:
-        # By version: after the removal an older one would get the name, and be repaired, again.
+        # Older versions are included: after the removal, one of them would get the name back, and be repaired.
         if one.save_id in said:
             removed.setdefault(one.checkpoint_id, set()).add(one.version)
     here = ((one, removed.get(one.checkpoint_id, ())) for one in held)
@@ -410,7 +409,7 @@ class Removable:
 
 
 def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
-    """The chosen checkpoints without which their run would have no whole checkpoint that was seen.
+    """The chosen checkpoints whose removal would leave their run without a whole checkpoint that was seen.
 
     A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole. A rejected one
     replaces none.

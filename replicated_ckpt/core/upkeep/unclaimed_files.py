@@ -1,4 +1,4 @@
-"""Files of a checkpoint with a damaged or missing manifest. Their checksums show their save."""
+"""Files of a checkpoint with a damaged or missing manifest. Their checksums show which save they belong to."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,9 +34,9 @@ class UnclaimedFiles:
         return frozenset(name for name, crc in self.crcs.items() if (self.sizes[name], crc) == wanted.get(name))
 
     def may_be_of(self, manifest: Manifest) -> bool:
-        """Whether a shard has the size of this save's shard without its footer: stock torch's, or a truncated one.
+        """Whether a shard has the size of this save's shard without its footer: stock torch wrote it, or it was cut.
 
-        Its bytes are then verified by the checksums of the save.
+        The checksums of the save then verify its bytes.
         """
         is_others = METADATA_NAME in self.crcs and METADATA_NAME not in self.matching(manifest)
         return not (self.is_ours or is_others) and any(
@@ -46,13 +46,13 @@ class UnclaimedFiles:
         )
 
     def foreign(self, manifest: Manifest) -> frozenset[str]:
-        """The shards that belong to another save by their own checksums. Exchanged shards of this save are not included."""
+        """The shards that belong to another save by their own checksums. Swapped shards of this save do not count."""
         own = {(entry.size_bytes, entry.crc32c) for entry in manifest.shards.values()}
         shards = self.crcs.keys() - {METADATA_NAME}
         return frozenset(name for name in shards if (self.sizes[name], self.crcs[name]) not in own)
 
     def holding(self, manifest: Manifest) -> Holding:
-        """The files as a holding of this save. Shards that may be damaged ones of it are listed as damaged."""
+        """The files as a holding of this save. Shards that do not match, but may be this save's, are listed as damaged."""
         matching, foreign = self.matching(manifest), self.foreign(manifest)
         sizes = {name: size for name, size in self.sizes.items() if name in manifest.shards and name not in foreign}
         found = Holding.of_save(manifest, self.node_id, self.checkpoint_id, METADATA_NAME in matching, sizes)
@@ -73,7 +73,7 @@ class UnclaimedFiles:
 
 
 def with_unclaimed_files(save: SaveFound, manifest: Manifest, unclaimed: Iterable[UnclaimedFiles]) -> SaveFound:
-    """The save, with files that belong to it by their checksums, or may: every read verifies them."""
+    """The save, with the unclaimed files that belong to it, or may belong to it. Every read verifies them."""
     of_id = (one for one in unclaimed if one.checkpoint_id == save.checkpoint_id)
     more = [holding for one in of_id if (holding := one.holding(manifest)).sizes or holding.has_metadata]
     return replace(save, holdings=(*save.holdings, *more)) if more else save

@@ -11,10 +11,10 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.config import CheckpointIdFrom
-from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.divergence import Turn
 from replicated_ckpt.core.manifest import find_shared
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
+from replicated_ckpt.core.upkeep.upload_plan import UploadPlan
 from replicated_ckpt.dcp.agreement.node_post import NodePost, id_under
 from replicated_ckpt.dcp.c10d.group_pool import check_wanted_alike
 from replicated_ckpt.dcp.planning.cached_plan import find_whole, planned_bytes

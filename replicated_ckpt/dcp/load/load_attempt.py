@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Metad
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.config import ReaderConfig
-from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.commit_mark import own_prefix
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.reading.newest import is_newest

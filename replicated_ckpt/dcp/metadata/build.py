@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from replicated_ckpt.core.chunk import is_contiguous
 from replicated_ckpt.core.layout import is_shard_path
-from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds
-from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe
+from replicated_ckpt.core.pickles.tree import DEPTH_MAX, LEAVES, Fields, Made, Named, Pairs, PickleUnsafe, check_bounds
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
 from replicated_ckpt.dcp.runtime.torch_private import (
     MemoryFormat,

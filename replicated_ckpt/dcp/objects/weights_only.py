@@ -13,9 +13,17 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, is_archive, within
-from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_in
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored, storage_of
+from replicated_ckpt.core.pickles.tree import (
+    DEPTH_MAX,
+    Made,
+    Named,
+    PickleUnsafe,
+    Stored,
+    check_bounds,
+    names_in,
+    storage_of,
+)
 from replicated_ckpt.dcp.objects.storages import Storages, copy_records
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
 from replicated_ckpt.dcp.runtime.torch_private import weights_only_names

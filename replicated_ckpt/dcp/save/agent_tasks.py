@@ -8,9 +8,9 @@ from math import isnan
 from numbers import Real
 
 from replicated_ckpt.config import WriterConfig
-from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.core.lineage import Histories, histories_from_json
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, find_series_name, scope_of
+from replicated_ckpt.core.upkeep.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.node_post import ask_agent
 from replicated_ckpt.errors import (

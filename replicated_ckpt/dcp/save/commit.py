@@ -11,19 +11,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
-from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.commit_mark import own_prefix
 from replicated_ckpt.core.divergence import DIVERGENCES_MAX, Divergence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import (
     Manifest,
     NodeEntry,
+    RefusedNotes,
     ShardEntry,
     UploadEntry,
     WeightsEntry,
     decode_manifest,
 )
-from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed

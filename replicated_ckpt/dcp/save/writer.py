@@ -210,7 +210,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return self._parts.store
 
     def note(self, notes: Mapping[str, Any]) -> None:
-        """Stores notes (core.notes) with the next save. Only the coordinator's are used."""
+        """Stores the notes in the manifest of the next save. Only those of the coordinator are used."""
         self._next_notes = notes
 
     def keep_best(self, metric: str, best_is: BestIs) -> None:

@@ -1,19 +1,23 @@
-"""The peers that this node has met, kept across restarts so that a node alone still finds the others."""
+"""The address book: the peers that this node has met, kept across restarts. Also the nodes with two agents."""
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError
-from replicated_ckpt.node.peers.duplicate_nodes import DuplicateNodes
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, ReplicatedCkptError, StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import fsync_directory, raise_shortage, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
-from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_trusted, is_plain_allowed
+
+log = logging.getLogger(__name__)
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192  # a job that makes up nodes must not grow the file without end
@@ -35,7 +39,7 @@ def _as_given(peer: AgentAddress) -> AgentAddress:
 
 
 class _Known(NamedTuple):
-    """The content of the book: addresses by node, nodes that announced their exit, and nodes that the user has removed."""
+    """The content of the book: addresses by node, nodes that announced their exit, and nodes that the user removed."""
 
     peers: dict[str, AgentAddress]
     away: frozenset[str] = frozenset()
@@ -58,10 +62,12 @@ class PeerBook:
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:
-        """Stores current addresses, from ranks or from the nodes themselves. They replace older ones; none counts as away.
+        """Stores current addresses, from ranks or from the nodes themselves, in place of older ones.
+
+        Their nodes no longer count as away.
 
         Raises:
-            StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
+            StoreDenied: an address has no certificate fingerprint, but its node has one, or must be reached by TLS.
         """
         known = {peer.node_id: peer for peer in self.read_all()}
         for peer in peers:
@@ -72,7 +78,7 @@ class PeerBook:
         self._merge({peer.node_id: _as_given(peer) for peer in peers}, returned={peer.node_id for peer in peers})
 
     def leave(self, node_id: str) -> None:
-        """Notes that a node's agent has said goodbye: its disk is intact."""
+        """Records that a node's agent has announced its exit: the node's disk is intact."""
         self._merge({}, returned=(), left={node_id})
 
     def forget(self, node_id: str) -> bool:
@@ -98,7 +104,7 @@ class PeerBook:
         return self._read().forgotten
 
     def address_of(self, node_id: str) -> AgentAddress:
-        """Where a node's agent is.
+        """The address of a node's agent.
 
         Raises:
             ObjectMissing: it was never introduced here.
@@ -110,7 +116,7 @@ class PeerBook:
             raise ObjectMissing(
                 "this agent's address book", "find", node_id[:80], "it was not introduced", INTRODUCE_HINT
             )
-        return self._tell(found)
+        return self._with_origin(found)
 
     def read_all(self) -> tuple[AgentAddress, ...]:
         """The peers met so far. A damaged file counts as none: jobs introduce the nodes again.
@@ -119,19 +125,19 @@ class PeerBook:
             StoreDenied: another user of the host can have written it.
         """
         stored = (peer for peer in self._read().peers.values() if peer.node_id not in self._given)
-        return (*map(self._tell, stored), *self._given.values())
+        return (*map(self._with_origin, stored), *self._given.values())
 
-    def _tell(self, peer: AgentAddress) -> AgentAddress:
-        """The address with its origin: an error about it names this book, and the source of the host in it."""
-        told = f"{_FROM}{peer.origin}" if peer.origin else ""
-        return replace(peer, origin=f"{_BOOK} {self._path}{told}")
+    def _with_origin(self, peer: AgentAddress) -> AgentAddress:
+        """The address with its origin for error messages: this book, and where the book has it from."""
+        source = f"{_FROM}{peer.origin}" if peer.origin else ""
+        return replace(peer, origin=f"{_BOOK} {self._path}{source}")
 
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:
             known = self._read()
             met_before = {node: peer for node, peer in known.peers.items() if node not in news}
             still_away = (known.away | set(left)) - set(returned)
-            # met last, last: a book that is full loses its first
+            # peers that were met last come last: a full book drops the first ones
             after = _Known({**met_before, **news}, still_away, known.forgotten - news.keys())
             # Each save and load comes here: without news the disk is not touched.
             if after != known:
@@ -152,11 +158,11 @@ class PeerBook:
             # Damaged: jobs introduce their nodes again, and no peer is made up from half a file.
             return known
         except OSError as exc:
-            raise_shortage(exc, self._path)  # else a book with all nodes would be written anew with one
+            raise_shortage(exc, self._path)  # otherwise the next write would drop all other nodes
             return known
         away, forgotten = set[str](), set[str]()
         for entry in entries if isinstance(entries, list) else []:
-            # a wrong entry hides no right one
+            # an invalid entry must not hide the valid ones
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 if entry.get("forgotten"):
                     forgotten.add(str(entry["node_id"]))
@@ -174,3 +180,103 @@ def listening_host(directory: Path) -> str:
     if all(map(is_loopback, hosts)):
         return "127.0.0.1"
     return "::" if any(":" in host for host in hosts) else "0.0.0.0"  # noqa: S104 - a token guards it
+
+
+CALL_BACK_STEP_S = 0.6
+"""For each of three steps: connect, handshake, answer. The sender of the greeting waits for all of them."""
+
+
+@dataclass(frozen=True)
+class AgentIdentity:
+    """The identity of an agent: its node, the number of its start, and whether it is about to leave.
+
+    `tls_sha256`: its current certificate, which may be newer than the one it was reached under. `start_id`: drawn by each
+    process, to distinguish two agents of one node; "" from an older release.
+    """
+
+    node_id: str
+    incarnation: int
+    is_leaving: bool
+    tls_sha256: str
+    start_id: str = field(default="", compare=False)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "AgentIdentity":
+        """Raises KeyError, TypeError: a field is missing or wrong."""
+        is_leaving, tls_sha256 = fields["is_leaving"] is True, str(fields["tls_sha256"])
+        start_id = str(fields.get("start_id", ""))
+        return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256, start_id)
+
+    def is_duplicate_of(self, other: "AgentIdentity") -> bool:
+        """Whether these are two agents of one node. One agent that answers at two addresses is not a duplicate."""
+        if self.node_id != other.node_id:
+            return False
+        # A cloned disk also counts the same starts: only the start id distinguishes the two agents.
+        if self.start_id and other.start_id:
+            return self.start_id != other.start_id
+        return self.incarnation != other.incarnation
+
+
+def ask_identity(address: AgentAddress) -> AgentIdentity:
+    """The identity of the agent at an address. Over TLS, it has proved to have the key of the address's certificate.
+
+    Raises:
+        StoreUnavailable: no answer. StoreDenied: another agent answers. PeerProtocolError: an invalid answer.
+    """
+    # A deadline as well as a time-out: a byte now and then would keep the call going.
+    with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
+        answer = client.call("GET", "/v1/status?brief=1")
+    with parsing(f"{address.label} does not report its node"):
+        return AgentIdentity.from_json(answer)
+
+
+_HINT = (
+    "One of the disks is a clone of the other. On the clone, stop the agent, and run `rm -r ROOT/node.json ROOT/.agent` "
+    "with its root for ROOT."
+)
+
+
+def _two_agents(*addresses: AgentAddress) -> ConfigInvalid:
+    """The error for two agents of one node."""
+    places = sorted(f"{address.host}:{address.port}" for address in addresses)
+    return ConfigInvalid(f"Two agents are node {addresses[0].node_id}: at {' and at '.join(places)}.", _HINT)
+
+
+class DuplicateNodes:
+    """The duplicate nodes found since this agent started. Safe to use concurrently."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[AgentAddress, AgentAddress]] = {}
+
+    def record_duplicate(self, one: AgentAddress, other: AgentAddress) -> ConfigInvalid:
+        """Records that both addresses answered as one node. Returns the error, which is logged once."""
+        error = _two_agents(one, other)
+        with self._lock:
+            is_new = one.node_id not in self._found
+            self._found[one.node_id] = one, other
+        if is_new:
+            log.warning("%s", error)
+        return error
+
+    def look_again(self) -> None:
+        """Forgets nodes that have one agent left. Called in each round of re-protection."""
+        with self._lock:
+            found = dict(self._found)
+        # Without the lock: each look may take seconds.
+        for node_id, pair in found.items():
+            if not _are_two(*pair):
+                with self._lock:
+                    self._found.pop(node_id, None)
+
+    def describe(self) -> list[str]:
+        """A description of each duplicate node, with the next step."""
+        with self._lock:
+            return [str(_two_agents(*pair)) for pair in self._found.values()]
+
+
+def _are_two(one: AgentAddress, other: AgentAddress) -> bool:
+    try:
+        return ask_identity(one).is_duplicate_of(ask_identity(other))
+    except ReplicatedCkptError:
+        return False

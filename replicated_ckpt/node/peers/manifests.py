@@ -20,11 +20,11 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 log = logging.getLogger(__name__)
 
 UNPROVEN_BYTES_MAX = 16 << 20
-"""Of one peer's manifests of saves that this node does not hold; a single one may be larger."""
+"""Limit for the manifests of one peer, of saves that this node does not hold. A single manifest may be larger."""
 MANIFEST_COST_BYTES = 1 << 10
-"""Counted for each manifest besides its bytes."""
+"""Counted for each manifest, in addition to its bytes."""
 MISSES_MAX = 64
-"""After so many manifests that a peer lists and does not return, it is not asked again in this round."""
+"""A peer that lists this many manifests, but does not return them, is not asked again in this round."""
 
 
 class ManifestBook:
@@ -68,11 +68,12 @@ class ManifestBook:
                     holders.setdefault(holding.save_id, []).append((view.node_id, holding.checkpoint_id))
                 if view.presence is not Presence.GONE and holding.is_slim:
                     slim.add(holding.save_id)
-        # What no node holds any more is forgotten: the book stays as small as the stores.
+        # Manifests of saves that no node holds any more are dropped: the book stays as small as the stores.
         known = {
             save_id: manifest
             for save_id, manifest in self._known.items()
-            if save_id in holders and (save_id in slim or not manifest.is_slim)  # else the others have the optimizer
+            # A slim manifest is read again, in full, once no node is slim any more.
+            if save_id in holders and (save_id in slim or not manifest.is_slim)
         }
         self._cost_by_save = {
             save_id: cost
@@ -102,7 +103,7 @@ class ManifestBook:
                 log.info("manifest of save %s on node %s: %s", save_id, node_id, exc)
                 look.misses[node_id] += 1
             else:
-                # A peer could list one save and bring another one's manifest, again and again.
+                # A peer could list one save and return another one's manifest, again and again.
                 if manifest.save_id != save_id:
                     look.misses[node_id] += 1
                 elif self._fits(node_id, save_id, size, look):
@@ -125,7 +126,7 @@ class ManifestBook:
             if node_id not in self._warned:
                 self._warned.add(node_id)
                 log.warning(
-                    "node %s lists more saves than are read: over %d MiB of manifests of saves that this node lacks",
+                    "node %s lists too many saves: manifests of saves that this node lacks are not read beyond %d MiB",
                     node_id,
                     UNPROVEN_BYTES_MAX >> 20,
                 )
@@ -145,7 +146,7 @@ class ManifestBook:
 
 
 class _Round:
-    """The cost of each peer in one look: bytes of unproven manifests, seconds, and manifests that it did not return."""
+    """The cost of each peer in one look: bytes of counted manifests, seconds, and the number of manifests not returned."""
 
     def __init__(self, costs: Iterable[tuple[str, int]]) -> None:
         self.spent, self.misses = Counter[str](), Counter[str]()
@@ -161,7 +162,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
     """The manifest of a save, parsed and raw, from the first source that has it intact.
 
     Raises:
-        ReplicatedCkptError: no source has it. This is the answer of the last one.
+        ReplicatedCkptError: no source has it; the error of the last source.
     """
 
     def fetch(client: AgentClient) -> tuple[Manifest, bytes] | None:
@@ -176,7 +177,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
 def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
     """The metadata of the manifest's save, from the first source that has it intact under `checkpoint_id`.
 
-    That of the weights alone is a part of the full one, so a node with the optimizer is a source, too.
+    The metadata of the weights alone is a part of the full one, so nodes with the optimizer are sources, too.
     """
 
     def fetch(client: AgentClient) -> bytes:
@@ -197,11 +198,11 @@ def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[Age
 
 
 def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], T | None], what: str) -> T:
-    """The first result that is not None.
+    """The first result of `fetch` that is not None, over the sources in order.
 
     Raises:
-        ObjectMissing: there is no source, or all returned None. ReplicatedCkptError: the answer of the last one that
-            failed.
+        ObjectMissing: there is no source, or all returned None. ReplicatedCkptError: the error of the last source
+            that failed.
     """
     last: ReplicatedCkptError = ObjectMissing("the peers", "copy", what, "no source is known")
     for address in sources:

@@ -61,7 +61,7 @@ class UnmanagedLook:
     def checkpoints(
         self, checkpoint_id: str | None = None, without: Iterable[str] = ()
     ) -> tuple[UnmanagedCheckpoint, ...]:
-        """One checkpoint, or all, newest first. `without`: ids to leave out, as a node has a manifest of them."""
+        """One checkpoint, or all, newest first. `without`: ids to leave out, because a node has a manifest of them."""
         path = unmanaged_listing_path(checkpoint_id)
 
         def ask(node: str) -> list[UnmanagedHolding]:
@@ -69,7 +69,7 @@ class UnmanagedLook:
                 answer = client.call("GET", path)
             with parsing(f"{self._by_node[node].label} sent an invalid list of its files"):
                 found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
-            # A node speaks only for itself.
+            # A node may report only its own files.
             return [holding for holding in found if holding.node_id == node]
 
         outcome = FanOut.run(self._by_node, ask)
@@ -83,7 +83,7 @@ class UnmanagedLook:
 
         Raises:
             CheckpointAmbiguous: nodes contradict each other. MetadataUnsafe: `.metadata` is not as DCP writes it.
-            ObjectMissing: no node could give it.
+            ObjectMissing: no node returned it.
         """
         metadata = self.metadata(checkpoint)
         ranges = item_ranges(metadata)
@@ -173,7 +173,7 @@ class UnmanagedAuditor:
     """
 
     def __init__(self, store: LocalStore, not_asked: Collection[str] = (), peers: PeerBook | None = None) -> None:
-        """`not_asked`: nodes that are lost, or did not answer a moment ago. `peers`: the nodes; None: the address book."""
+        """`not_asked`: nodes that are lost, or did not answer a moment ago. `peers`: None: those of this node."""
         self._store = store
         self._node_id = store.read_node_id()
         known = (PeerBook(store.root_agent_directory()) if peers is None else peers).read_all()
@@ -181,7 +181,7 @@ class UnmanagedAuditor:
         self.node_ids: tuple[str, ...] = ()
 
     def audit(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[UnmanagedAudit, ...]:
-        """Audit of one checkpoint, or of all, newest first; ids `without` have a manifest somewhere."""
+        """Audits one checkpoint, or all, newest first. `without`: as for `UnmanagedLook.checkpoints`."""
         look = UnmanagedLook(self._store, self._node_id, self._addresses.values())
         checkpoints = look.checkpoints(checkpoint_id, without)
         reached = {self._node_id, *self._addresses} - set(look.unreached)
@@ -190,7 +190,7 @@ class UnmanagedAuditor:
 
     def _of(self, look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> UnmanagedAudit:
         nodes = tuple(holding.node_id for holding in checkpoint.holdings)
-        # Without `.metadata` nothing tells which items a shard should have: there is nothing to check.
+        # Only `.metadata` lists the items of a shard: without it there is nothing to check.
         if not checkpoint.nodes_with_metadata:
             problem = "no node that was reached has its .metadata, which stock torch writes at the end on rank 0's node"
             return UnmanagedAudit(checkpoint.checkpoint_id, nodes, problem)
@@ -205,7 +205,7 @@ class UnmanagedAuditor:
             checkpoint.checkpoint_id,
             nodes,
             failed,
-            # A node that could not be read decides nothing: what it holds is not called missing.
+            # If a node could not be read, its shards must not count as missing.
             None if failed else found,
             tuple(finding for reading in readings for finding in reading.findings),
             sum(reading.bytes_read for reading in readings),

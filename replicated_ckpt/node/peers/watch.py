@@ -1,4 +1,4 @@
-"""The watch: asks the other nodes again and again for their holdings, and remembers the last answers."""
+"""The watch: asks the other nodes for their holdings in each round, and caches their last answers."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ HOLDINGS_MAX = 1 << 16
 class SilenceTimeouts:
     """How long a silent node counts as holding its copies.
 
-    `lost_after_s`: a node that fell silent. `away_after_s`: a node whose agent said goodbye, with its disk intact.
+    `lost_after_s`: a node that fell silent. `away_after_s`: a node whose agent announced its exit.
     """
 
     lost_after_s: float = 30.0
@@ -39,7 +39,7 @@ class SilenceTimeouts:
 
 @dataclass(frozen=True)
 class NodeHoldings:
-    """A node's answer: what it holds, its files without a valid manifest, its report, and its free space.
+    """A node's answer: its holdings, its files without a valid manifest, its report, and its free space.
 
     `newer`: checkpoints that only a newer version of the package can read; a node with that version lists them as held.
     `beside`: if the question was about one checkpoint, the newest of each run in the same directory of ids.
@@ -74,7 +74,7 @@ class PeerWatch:
     def look(self, known: Collection[str] = ()) -> tuple[NodeView, ...]:
         """Asks all other nodes. `known`: the saves that are known before this look, for `with_newer`."""
         addresses = {peer.node_id: peer for peer in self._peers.read_all()}
-        for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
+        for node in self._silent_since.keys() - addresses.keys():  # the user has removed it
             self._silent_since.pop(node)
             self._held.pop(node, None)
             self._known_then.pop(node, None)
@@ -97,7 +97,7 @@ class PeerWatch:
         newer = [manifest for save_id, manifest in manifests.items() if save_id not in told]
         meant = [holding for manifest in newer if (holding := _find_intended(node, manifest)) is not None]
         holdings = (*view.holdings, *meant)
-        # Remembered: in the next round the save is known, and would not count as newer any more.
+        # Cached: in the next round the save is known, and would no longer count as newer.
         self._held[node] = replace(self._held[node], holdings=holdings)
         return replace(view, holdings=holdings)
 
@@ -105,12 +105,12 @@ class PeerWatch:
         node = address.node_id
         if node in answers:
             self._silent_since.pop(node, None)
-            # Kept for the time when the node is silent: a plan counts on what it held last.
+            # Cached for the time when the node is silent: plans then use its last holdings.
             held = self._held[node] = answers[node]
             return held.view_of(node)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
         timeout_s = self._timeouts.away_after_s if self._peers.is_away(node) else self._timeouts.lost_after_s
-        # A reboot must not copy a node's shards: a silent one counts as a holder for a while.
+        # A reboot must not cause copies of a node's shards: a silent node counts as a holder for a while.
         presence = Presence.ASSUMED if silent_s < timeout_s else Presence.GONE
         last = self._held.get(node)
         return NodeView(node, presence, None if last is None else last.holdings)
@@ -121,12 +121,12 @@ class PeerWatch:
         return tuple(holding for held in silent for holding in held.holdings)
 
     def is_in_doubt(self, views: Sequence[NodeView]) -> bool:
-        """Whether a silent node still counts as a holder: once it counts as lost there may be work."""
+        """Whether a silent node still counts as a holder, and did not announce its exit: it may soon count as lost."""
         return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
 
 
 def _find_intended(node: str, manifest: Manifest) -> Holding | None:
-    """The intended holding of a node for a save; None if it had no part in it."""
+    """The intended holding of a node for a save; None if the node had no part in the save."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items() if node in entry.holders}
     if not sizes and node not in {member.node_id for member in manifest.nodes}:
         return None
@@ -159,7 +159,7 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
         room = Room.from_json(answer["room"]) if "room" in answer else None
         newer = tuple(one_line(checkpoint_id) for checkpoint_id in answer.get("newer", ()))
         beside = tuple(Holding.from_json(fields) for fields in answer.get("beside", ()))
-    # A node speaks only for itself: claims about others would make them drop real copies.
+    # A node may report only itself: false reports of copies on other nodes would let real copies be deleted.
     holdings, beside = (tuple(one for one in told if one.node_id == address.node_id) for told in (found, beside))
     unclaimed = tuple(one for one in unclaimed if one.node_id == address.node_id)
     return NodeHoldings(holdings, unclaimed, node_report, room, newer, beside)

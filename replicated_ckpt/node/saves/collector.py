@@ -58,30 +58,35 @@ class Collector:
         return {"removed": self.removed, "slimmed": self.slimmed, "held_back": len(self._held_back)}
 
     def retire(
-        self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
+        self,
+        manifests: Mapping[str, Manifest],
+        views: Sequence[NodeView],
+        policies_then: Sequence[Policy],
+        *,
+        in_doubt: bool,
     ) -> tuple[frozenset[str], bool]:
-        """Removes and slims saves by the policies of this node's ranks. Returns all saves that go, and whether this
-        changed any here.
+        """Removes and slims saves by the policies of this node's ranks. Returns the saves that go from any node,
+        and whether this changed any here.
 
         Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a
-        removal only of saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent,
-        so less is removed. `told`: this node's policies before the survey of the nodes; a later policy is applied after
-        the next survey.
+        removal only of saves in which this node had no rank: re-protection copied them here. `in_doubt`: a node is silent,
+        so less is removed. `policies_then`: this node's policies before the survey of the nodes. A later policy is applied
+        after the next survey.
         """
         own, before = self._service.policies.read_all(), (self.removed, self.slimmed)
         self.failed = []
         agreed = agree([*own, *(policy for view in views for policy in view.node_report.policies)])
         plan = plan_retention(manifests, views, agreed)
         # Nodes that answered the look may be silent by now: a policy that came later waits for the next look.
-        if set(own) == set(told):
-            # A silent node may hold the only copies that stay: less goes until it answers.
+        if set(own) == set(policies_then):
+            # A silent node may have the only copies of the saves that stay: less is removed until it answers.
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
-            confirmed, brought = plan_retention(manifests, views, confirm(agreed, own)), self._find_brought(manifests)
+            confirmed, copied = plan_retention(manifests, views, confirm(agreed, own)), self._find_copied(manifests)
             # Other nodes' policies can hold a removal back, never cause one: a peer's token must delete nothing here.
-            going = plan.retired & (confirmed.retired | brought) | plan.slimmed & (confirmed.slimmed | brought)
+            going = plan.retired & (confirmed.retired | copied) | plan.slimmed & (confirmed.slimmed | copied)
             self.carry_out(careful.only(going))
         if not any(policy.tier == NODES and policy.retention for policy in own):
-            self._drop_recycled()  # no checkpoint goes that would bring new ones
+            self._drop_recycled()  # without a policy no removal brings new ones, and they only take room
         self._finish_removals()
         return plan.retired | find_removed(views), (self.removed, self.slimmed) != before
 
@@ -91,8 +96,8 @@ class Collector:
         except OSError as exc:
             log.warning("recycled files are not removed: %s", exc)
 
-    def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
-        """The saves in which this node had no rank: re-protection has brought its copies of them."""
+    def _find_copied(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+        """The saves in which this node had no rank: re-protection copied them here."""
         own = self._service.node_id
         return frozenset(
             save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
@@ -110,9 +115,9 @@ class Collector:
                 self.slimmed += self._try_unpinned(removal, partial(slim, self._store.root, recycles=True))
                 continue
             if removal.checkpoint_id in kept or not self._try_unpinned(removal, partial(recycle, self._store.root)):
-                kept.add(removal.checkpoint_id)  # with the newer versions: it would have the name again
+                kept.add(removal.checkpoint_id)  # newer versions stay, too: else this one would get the name back
                 continue
-            # a node that was away meanwhile may have it staged, or a part of it
+            # for nodes that were away, and may have it staged: this node answers them that it has ended
             self._store.note_end(removal.save_id, End.RETIRED, removal.rule)
             self.removed += 1
 
@@ -148,8 +153,9 @@ class Collector:
         A removal ends once nothing of the save is here, staged or not. If the save is here again after that, the user
         has restored it, and it is protected from then on.
         """
-        removing, removed = self._store.journal.read_removals()  # before the look: what goes meanwhile is not put back
-        staged = set(filter(self._store.is_staged, removing))  # before it, too: they may be published meanwhile
+        # Both before `_find_here`: a save that is removed meanwhile must not look restored, nor a published one removed.
+        removing, removed = self._store.journal.read_removals()
+        staged = set(filter(self._store.is_staged, removing))
         here = self._find_here() if removed | removing else {}
         # A staged save may still be published here: its removal is not over before that.
         for save_id in sorted(removing - (staged - here.keys())):
@@ -197,7 +203,7 @@ class Collector:
         self._service.pins.release_old()
         own = [held for view in views if view.node_id == self._service.node_id for held in view.holdings or ()]
         in_doubt = self._service.in_doubt.read_all()
-        # The common case has neither: the look at whole versions costs time for each save.
+        # Usually there is neither: `find_whole_versions` takes time for each save.
         if in_doubt or has_several_versions(own, views):
             whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
             for removal in find_replaced(own, whole):
@@ -210,13 +216,11 @@ class Collector:
             self._try(removal, self._store.drop_replaced)
 
     def _end_in_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
-        """Removes a staged save in doubt, if it has ended. Only its coordinator's node can find out that no node will
-        publish it.
-        """
+        """Removes a staged save in doubt, if it has ended."""
         service, is_own = self._service, intent.coordinator == self._service.node_id
         decided = self._read_decided(intent.save_id)
         members = set[str]()
-        # Only the coordinator's node can rule out that another one publishes it, and not while a rank works on it.
+        # Only the coordinator's node can find out that no node publishes it, and not while a rank works on it.
         if is_own and decided is not None and not service.is_locked(intent.save_id):
             members = {*intent.nodes, *(node.node_id for node in decided.nodes)}
         published = self._store.catalog.find_manifest(intent.checkpoint_id)
@@ -232,7 +236,7 @@ class Collector:
         if not why:
             return
         try:
-            if is_own:  # its other nodes may have the decision, too: they ask
+            if is_own:  # other nodes may have the decision: they ask this one how the save ended
                 self._store.note_end(intent.save_id, End.ABORTED, why)
             service.abort(intent.save_id, why)
         except StoreError as exc:
@@ -254,7 +258,7 @@ class Collector:
 
 
 def finish_removals(store: LocalStore) -> None:
-    """Completes removals that a crash interrupted, when an agent starts. In a thread, because terabytes take long.
+    """Completes removals that a crash interrupted, for an agent that starts. In a thread, because terabytes take long.
 
     If the disk lacks room for the small files of an agent, the removals are done before this returns.
     """

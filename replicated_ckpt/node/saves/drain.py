@@ -17,7 +17,7 @@ SILENT_S = 5.0
 _ASK_TIMEOUT_S = 3.0
 _PAUSE_S = 0.1
 Debt = tuple[str, str]
-"""A save, and the node where it is not over: this node, or one that needs this agent in order to publish it."""
+"""An unfinished save, and the node where it is unfinished: this node, or one that needs this agent to publish it."""
 
 
 class Draining:
@@ -39,7 +39,7 @@ class Draining:
         deadline = told_at + within_s
         owed = self._find_owed()
         if owed:
-            log.info("completes its open saves, for at most %.0f s: %s", within_s, _tell(owed))
+            log.info("completes its open saves, for at most %.0f s: %s", within_s, _describe(owed))
         while owed and time.monotonic() < deadline and not self._hurry.wait(_PAUSE_S):
             owed = self._find_owed()
         if owed:
@@ -48,10 +48,10 @@ class Draining:
                 if self._hurry.is_set()
                 else f"received the signal to stop {within_s:.0f} s ago"
             )
-            log.error("%s; exits with this unfinished: %s", why, _tell(owed))
+            log.error("%s; exits with this unfinished: %s", why, _describe(owed))
 
     def _find_owed(self) -> dict[Debt, str]:
-        """By unfinished save or task, a description of what is missing."""
+        """By debt, the reason why it is unfinished."""
         saves = self._open | self._find_taken()
         owed = {(save_id, self._own): why for save_id in saves if (why := self._find_own_part(save_id))}
         for save_id, nodes in self._service.finisher.read_published().items():
@@ -60,13 +60,13 @@ class Draining:
         asked = FanOut.run(others, self._is_settled)
         for debt in others:
             is_silent = isinstance(asked.errors.get(debt), StoreUnavailable)
-            # Only silence is waited for: a node that answers with an error has nothing left to wait for here.
+            # The agent waits only for silent nodes: a node that answers with an error needs nothing from it.
             if asked.results.get(debt, self._waits_in_vain(debt) if is_silent else True):
                 self._settled.add(debt)
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
 
     def _find_taken(self) -> frozenset[str]:
-        """Staged saves with submitted shards. After the stop, ranks may also open saves here without the agent."""
+        """Staged saves with submitted shards. Ranks can open saves without the agent, even once it is stopping."""
         staged = (intent.save_id for intent in self._service.store.list_staged())
         return frozenset(filter(self._service.submissions.has, staged))
 
@@ -94,9 +94,9 @@ class Draining:
         return not (service.in_doubt.has(save_id) and self._waits_in_vain((save_id, self._own)))
 
     def _is_settled(self, debt: Debt) -> bool:
-        """Whether the other node no longer needs this node. A node that announced its exit does not."""
+        """Whether the other node no longer needs this node. A node that announced its exit needs nothing."""
         save_id, node = debt
-        # Asked for nothing: its agent has ended, and each question would cost a time-out.
+        # Not asked: its agent has ended, and each question would cost a time-out.
         if self._service.peers.is_away(node):
             return True
         with AgentClient(self._service.peers.address_of(node), _ASK_TIMEOUT_S) as client:
@@ -109,5 +109,5 @@ class Draining:
         return time.monotonic() > self._silent_since.setdefault(debt, time.monotonic()) + SILENT_S
 
 
-def _tell(owed: dict[Debt, str]) -> str:
+def _describe(owed: dict[Debt, str]) -> str:
     return "; ".join(f"save {save_id}: {why}" for (save_id, _), why in sorted(owed.items()))

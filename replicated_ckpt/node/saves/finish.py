@@ -41,7 +41,7 @@ _KEPT = 64  # ends that a slow rank may still ask for
 
 @dataclass(frozen=True)
 class HelperCopy:
-    """A copy that a rank of `node` makes from its own memory. Without a size, that node's agent writes it."""
+    """A copy that a rank of `node` makes from its own memory. Size 0: that node's agent writes it, and reports its size."""
 
     node: str
     size_bytes: int = 0
@@ -52,8 +52,8 @@ class HelperCopy:
 class Outline:
     """A save that is complete except for shards that agents still write. In `manifest` these shards have no size yet.
 
-    `buddies_by_shard`: the nodes for the copies of these shards, and of those with `helpers_by_shard`. `must_have_all`:
-    no copy may be missing.
+    `buddies_by_shard`: the nodes for the copies of these shards, and of the shards in `helpers_by_shard`.
+    `must_have_all`: no copy may be missing.
     """
 
     manifest: Manifest
@@ -93,7 +93,7 @@ class Finished:
     manifest: str
     written: Sequence[WrittenCopies]
     differing: Sequence[tuple[str, str]] = ()
-    """Shards whose copy from a helper's memory does not count, with its node."""
+    """Shard and node of each helper's copy that does not count: it is missing, or has other bytes."""
 
     def to_json(self) -> dict[str, Any]:
         written = [copies.to_json() for copies in self.written]
@@ -160,14 +160,14 @@ class Finisher:
                 if self._ends[old].done():
                     del self._ends[old]
             end: Future[Finished] = Future()
-            # A rank asks again after its agent was started anew: the save may have been published meanwhile.
+            # A rank asks again after a restart of its agent: the save may have been published meanwhile.
             published = self._store.catalog.checkpoint_of(save_id)
             if published is not None:
                 manifest = self._store.catalog.manifest_of(published, save_id)  # a newer one may have its name
                 end.set_result(Finished(manifest.encode().decode(), ()))
                 self._ends[save_id] = end
                 return end
-            # Locked before the rank may exit: a save that no process holds is settled as stale.
+            # Locked before the rank may exit: a save that no process has locked is settled as stale.
             held = self._store.lock_save(save_id)
             try:
                 start_worker(self._run, outline, held, end, name="rckpt-finish")
@@ -205,7 +205,7 @@ class Finisher:
                 self._abort(save_id, "a shard has too few copies, and on_degraded is 'raise'")
                 return Finished("", tuple(written.values()), differing)
             raw = outline.complete(written).encode()
-            # Read back before it decides: a decision that no reader takes would lose the save.
+            # Decoded before it becomes the decision: a manifest that readers reject would lose the save.
             decode_manifest(raw, "the shards that agents have written")
             # The last look before the decision: another run may have taken the name since the save opened.
             check_decidable(self._store.root, self._store.intent_of(save_id))
@@ -214,13 +214,13 @@ class Finisher:
             self._note_nodes(outline.manifest)
         except BaseException as exc:
             self._abort_unwritten(save_id, one_line(translate_any(exc, "this node's agent", "finish", save_id)))
-            if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
+            if isinstance(exc, StoreUnavailable | ObjectMissing):  # the error of another node, not of this agent
                 raise SaveAborted(f"Save {save_id} was aborted: {exc.message}", exc.hint) from exc
             raise
         failpoints.reach("agent.decided")
         try:
             self._commit(save_id)
-        except ReplicatedCkptError as exc:  # it is decided: it is published later, as one whose node was away
+        except ReplicatedCkptError as exc:  # it is decided: re-protection publishes it here later
             log.warning("save %s is decided, but not published here yet: %s", save_id, exc)
         failpoints.reach("agent.finished")
         return Finished(raw.decode(), tuple(written.values()), differing)
@@ -270,7 +270,7 @@ class Finisher:
             entry = outline.manifest.shards[name]
             shard = written.get(name) or WrittenCopies(name, entry.size_bytes, entry.crc32c, entry.holders)
             holders, missed = list(shard.holders), list(shard.missed)
-            if name not in written:  # its entry has the nodes that should hold it, too
+            if name not in written:  # its entry lists the intended holders, with the helpers
                 holders = [node for node in holders if node not in {one.node for one in helpers}]
             for one in helpers:
                 copy = made.results.get((one.node, name)) if not one.size_bytes else one
@@ -294,7 +294,7 @@ class Finisher:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() > failing_since + AGAIN_WITHIN_S:
                     raise
-                self._store.lock_save(save_id).release()  # raises SaveAborted: it was aborted meanwhile
+                self._store.lock_save(save_id).release()  # raises SaveAborted if it was aborted meanwhile
                 time.sleep(_PAUSE_S)
 
     def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
@@ -303,7 +303,7 @@ class Finisher:
             answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
         with parsing(f"Node {node} sent an invalid report of its shards"):
             found = tuple(map(WrittenCopies.from_json, answer["written"]))
-        # Else the manifest would be completed with another shard's checksum.
+        # Otherwise the manifest would be completed with another shard's checksum.
         if sorted(copies.name for copies in found) != sorted(names):
             raise PeerProtocolError(f"Node {node} reports other shards than {sorted(names)}.")
         return found

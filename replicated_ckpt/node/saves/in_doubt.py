@@ -23,14 +23,14 @@ class StaleSave:
     is_over: bool = False
     """A newer save of the same checkpoint or process group has been opened."""
     is_left: bool = False
-    """Its own coordinator has gone on to another save, so it will never decide this one, whatever its ranks have locked."""
+    """Its coordinator has begun another save, and so never decides this one, even if ranks still hold its lock."""
 
 
 @dataclass(frozen=True)
 class InDoubtSave:
     """A staged save that is neither completed nor removed yet, and that no process works on.
 
-    It waits for an answer of one of `waits_for`, or for a retry after `failure`.
+    It waits for answers of the nodes `waits_for`, or for a retry after `failure`.
     """
 
     intent: Intent
@@ -65,7 +65,7 @@ class InDoubtSaves:
             return found != known
 
     def settle(self, save_id: str) -> None:
-        """The save is not in doubt."""
+        """Records that the save is no longer in doubt."""
         with self._lock:
             self._by_save.pop(save_id, None)
 
@@ -75,6 +75,6 @@ class InDoubtSaves:
             return save_id in self._by_save
 
     def read_all(self) -> tuple[InDoubtSave, ...]:
-        """The oldest first."""
+        """All saves in doubt, the oldest first."""
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda save: save.since))

@@ -11,7 +11,7 @@ from replicated_ckpt.stores.files.locks import DescriptorLock
 PIN_S = 300.0
 """How long a checkpoint stays after a load of it began or last read here, whatever the policy."""
 PINS_MAX = 1024
-"""For one address. A further pin is refused, so made-up readers cannot push out a pin in use."""
+"""Limit for one address. Further pins are refused, so invented readers cannot push out a pin in use."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Intake:
             _check(intent, name, count, total)
 
         try:
-            # What is announced is checked at once: too large a file is refused before it fills the disk.
+            # The announced size is checked first: a file that is too large is refused before it fills the disk.
             take(size_bytes or 0)
             count = 0
             yield take
@@ -157,7 +157,7 @@ def receive_file(
         size, crc = _write(sink, body, take)
         # Before the file gets its name: bytes that changed on the way must not count as a copy.
         _check_against_footer(path, sink, size, crc)
-        staged = _find_staged(path, durable=durable)  # no other thread gets this name: each needs the part
+        staged = _find_staged(path, durable=durable)  # no other thread can publish now: each needs the `.part` file
         if staged is not None:
             sink.discard()
             if staged != Received(size, crc):
@@ -212,10 +212,10 @@ def _find_staged(path: Path, *, durable: bool) -> Received | None:
             return None
         with closing_fd(fd):
             found = Received(*hash_open_file(fd))
-            # A damaged file may be written over: the sender brings intact bytes.
+            # A damaged file may be overwritten: the sender's bytes are intact.
             if crc_of_footer(fd) != found.crc32c:
                 return None
-            # It may have been brought before with ack="peer-memory", which fsyncs nothing.
+            # An earlier request may have written it with ack="peer-memory", which fsyncs nothing.
             if durable:
                 os.fsync(fd)
                 fsync_directory(path.parent)

@@ -88,7 +88,7 @@ class Body:
             if self._chunked and self._left == 0:
                 self._next_chunk()
                 continue
-            # One receive at a time: the deadline below would else be looked at only when all has come.
+            # One receive at a time, so that the deadline below is checked in between.
             count = self._stream.readinto1(target[filled : filled + self._left])
             if time.monotonic() > self._deadline:
                 raise TimeoutError("the request's body arrived too slowly")
@@ -100,13 +100,14 @@ class Body:
         return filled
 
     def read_all(self, limit_bytes: int) -> bytes:
-        """The whole body, within the limit in bytes and at DOCUMENT_BYTES_PER_S or faster. Raises as the class."""
+        """The whole body, within the limit in bytes and at DOCUMENT_BYTES_PER_S or faster. Raises the errors of
+        the class."""
         self.end_within(DOCUMENT_WITHIN_S + limit_bytes / DOCUMENT_BYTES_PER_S)
         collected = bytearray()
         piece = memoryview(bytearray(1 << 16))
         while not self.done:
             collected += piece[: self.readinto(piece)]
-            # While it comes in: a chunked body announces no size.
+            # Checked while the body arrives: a chunked one announces no size.
             if len(collected) > limit_bytes:
                 raise PeerProtocolError(f"The request's body is larger than {limit_bytes} bytes.")
         return bytes(collected)

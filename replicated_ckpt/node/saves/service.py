@@ -26,7 +26,6 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.node.saves.figures import Figures
 from replicated_ckpt.node.saves.finish import Finisher, Outline
 from replicated_ckpt.node.saves.in_doubt import InDoubtSaves, StaleSave
 from replicated_ckpt.node.saves.pins import Pins
@@ -36,6 +35,7 @@ from replicated_ckpt.node.saves.submissions import Submissions
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
+from replicated_ckpt.node.state.rank_reports import Figures
 from replicated_ckpt.node.state.sequence_floor import ReservedSequences, SequenceFloor
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
@@ -118,13 +118,13 @@ class NodeService:
         self._refuse_over(intent.save_id, *_ABORTED)
         self.pins.end(intent.session.partition(WRITER)[0])
         self.is_drained = False  # it is used again
-        found = self.list_stale_saves(intent)  # not again once that is done: a later save may be open by then
+        found = self.list_stale_saves(intent)  # listed once: later, another save may be open
         completed = self._complete_decided(stale_save.intent for stale_save in found)
         stale_saves = tuple(stale_save for stale_save in found if stale_save.intent.save_id not in completed)
-        with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
+        with self._lock:  # before it is on disk: no search may take it for a save without ranks
             if self._is_leaving:
                 raise _leaving_error(intent)
-            self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
+            self._opened_at[intent.save_id] = math.inf  # it counts as young until it is open, however slow the disk is
         try:
             self.open_in_store(intent)
         except BaseException:
@@ -161,7 +161,7 @@ class NodeService:
         ]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
-    def hear(self, sequences: Mapping[str, int], sender: str) -> None:
+    def learn_sequences(self, sequences: Mapping[str, int], sender: str) -> None:
         """Records sequences that a peer or a rank has sent, within the bounds of `SequenceFloor`."""
         known = self.sequence_floor.read_all()
         # Loads and peers repeat known numbers all the time: only news is worth reading the catalog.
@@ -184,7 +184,7 @@ class NodeService:
             self.marks.learn(told, {manifest.save_id for _, manifest in self.store.catalog.versions()})
 
     def open_in_store(self, intent: Intent) -> None:
-        """The step of `begin` that makes the save visible on disk."""
+        """The step of `open_save` that makes the save visible on disk."""
         self.store.begin(intent)
 
     def list_stale_saves(self, by: Intent | None = None) -> tuple[StaleSave, ...]:
@@ -242,9 +242,7 @@ class NodeService:
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
 
     def _refuse_over(self, save_id: str, *ends: End) -> None:
-        """Raises SaveAborted: the save has ended here, in one of these ways if any are named. The journal has the
-        reason.
-        """
+        """Raises SaveAborted: the save has ended here; with `ends`, in one of these ways. The message has the reason."""
         entry = self.store.journal.find_end(save_id)
         if entry is not None and (not ends or entry.end in ends):
             raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
@@ -260,8 +258,8 @@ class NodeService:
         intent = self.store.intent_of(save_id)
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
-            manifest = decode_manifest(raw, "what was brought")
-            # The opening has checked one name: the decision must not publish under another.
+            manifest = decode_manifest(raw, "the request of a peer")
+            # The opening has checked only this name: the decision must not publish under another one.
             if manifest.checkpoint_id != intent.checkpoint_id:
                 raise ManifestInvalid(
                     f"Save {save_id} was opened for {intent.checkpoint_id!r}, but its manifest names another checkpoint."
@@ -274,7 +272,7 @@ class NodeService:
                 return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
         # The name comes from a peer, and becomes a file's.
         if ShardName.parse(name) is None:
-            raise ConfigInvalid(f"{name!r} is not a file of a checkpoint that can be sent here.")
+            raise ConfigInvalid(f"{name!r} is not a file of a checkpoint: agents receive no other files.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
             pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
@@ -283,7 +281,7 @@ class NodeService:
         """Stages a committed shard of this node as a shard of an open save. Its bytes count as received.
 
         Raises:
-            SaveAborted, PeerProtocolError; and as `LocalStore.link_staged`: then the sender brings the bytes.
+            SaveAborted, PeerProtocolError; and as `LocalStore.link_staged`: then the sender sends the bytes.
         """
         self.check_open(save_id)
         # The name comes from a peer, and becomes a file's.

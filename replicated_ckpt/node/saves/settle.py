@@ -1,4 +1,4 @@
-"""Settles saves that a crash left staged: each is completed, removed, or in doubt until the right nodes answer.
+"""Settles saves that a crash left staged: each is completed or removed, or stays in doubt until more nodes answer.
 
 `core.protocol.settlement` decides. This module asks the nodes, and carries the decision out.
 """
@@ -112,11 +112,15 @@ def _settle_one(
     if answer is Answer.ABSENT and not stale_save.may_live:
         service.abort(intent.save_id, stale_save.why, unless_decided=True)
         return
-    # Blocked by a newer save: it goes once that one is whole, or once its coordinator's node has dropped it.
+    # A newer save blocks it: it is removed once that one is whole, or once its coordinator's node has removed it.
     if answer is Answer.DECIDED:
         if _is_aborted(service, intent, silent):
             service.abort(intent.save_id, stale_save.why)
-            log.warning("removed save %s of %r, as its coordinator's node has", intent.save_id, intent.checkpoint_id)
+            log.warning(
+                "removed save %s of %r, because its coordinator's node has removed it",
+                intent.save_id,
+                intent.checkpoint_id,
+            )
         else:
             service.in_doubt.record_in_doubt(intent)
         return
@@ -124,8 +128,8 @@ def _settle_one(
 
 
 def _is_aborted(service: NodeService, intent: Intent, silent: set[str]) -> bool:
-    """Whether the coordinator's node has ended a decided save: no node published it, or a policy retired it."""
-    # Nothing to ask: this node is the coordinator's, or one more time-out would be spent on a silent one.
+    """Whether the coordinator's node has ended a decided save, because no node published it or a policy retired it."""
+    # Not asked if it is this node, or if it is silent, which would cost another time-out.
     if intent.coordinator in silent | {service.node_id}:
         return False
     asked = [peer for peer in service.peers.read_all() if peer.node_id == intent.coordinator]
@@ -147,7 +151,7 @@ def _settle_by_others(
     how = "left" if stale_save.is_left else "over" if stale_save.is_over else "working"
     nodes = intent.nodes or {peer.node_id for peer in (*peers, *known)}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
-    # This node decided, and cannot read what: it may not conclude that no node has published it.
+    # This node's own decision cannot be read: it must not conclude that no node has published the save.
     coordinator = "" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator
     addresses: dict[str, AgentAddress] = {}
     answers: dict[str, Answer] = {}
@@ -179,7 +183,7 @@ def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent
     outcome = FanOut.run(by_node, lambda node: _ask(by_node[node], asked[node]))
     for node, error in outcome.errors.items():
         log.info("asked %s about save %s: %s", by_node[node].label, intent.save_id, error)
-        # One that answers with an error is asked again for the next save: it is not down.
+        # A node that answers with an error is not down: it is asked again for the next save.
         if isinstance(error, StoreUnavailable):
             silent.add(node)
     return outcome.results
@@ -259,18 +263,18 @@ def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
 
 
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.3, 3.0
-"""Between two looks. Each asks all nodes of the save, once for each submitted shard."""
+"""Pause between two looks at a save. Each look asks all nodes of the save, once for each submitted shard."""
 FOLLOW_S = 60.0
-"""After the last sign of life from the coordinator's node. Later, re-protection settles the save like any stale one."""
+"""How long a save is followed after the last sign of life from its coordinator's node. Then re-protection settles it."""
 STAY_S = 90.0
-"""An agent that ranks started stays so long after it opened a save: by then re-protection has settled it."""
+"""How long an agent that ranks started stays after it opened a save: by then re-protection has settled the save."""
 
 
 def awaits_settling(service: NodeService) -> bool:
     """Whether a save is staged here that is too young for re-protection to settle.
 
     Raises:
-        StoreError: it cannot be seen.
+        StoreError: the node's own store cannot be read.
     """
     staged = service.store.list_staged()
     return any(service.was_opened_within(STAY_S, each) and not service.in_doubt.has(each.save_id) for each in staged)

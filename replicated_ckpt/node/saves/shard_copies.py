@@ -1,7 +1,6 @@
-"""The copies of one shard, in the node's own store and at the buddies. They are written in one pass, or link existing
-files.
+"""The copies of one shard, in the node's own store and at the buddies.
 
-Failed copies are sent once more.
+They are written in one pass, or linked to existing files. Failed copies are sent once more.
 """
 
 import logging
@@ -58,7 +57,7 @@ class WantedCopies:
         save_id, name = str(fields["save_id"]), str(fields["name"])
         # Both become parts of a path.
         if not is_save_id(save_id) or ShardName.parse(name) is None:
-            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
+            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are not a save id and the name of a shard")
         buddies, spares = (tuple(map(AgentAddress.from_json, fields[part])) for part in ("buddies", "spares"))
         durable, own_durable = bool(fields["durable"]), bool(fields["own_durable"])
         return cls(save_id, name, str(fields["own"]), buddies, spares, durable, str(fields["direct_io"]), own_durable)
@@ -68,7 +67,7 @@ class WantedCopies:
 class WrittenCopies:
     """The copies of one shard. `holders`: nodes that acknowledged one, this one first. `missed`: failed copies, in words.
 
-    `phases`: seconds that were spent on each part. `spans`: when, by this host's monotonic clock.
+    `phases`: seconds by phase. `spans`: the times of the phases, by this host's monotonic clock.
     """
 
     name: str
@@ -155,7 +154,7 @@ class CopiesUnderWay:
     serialise: Span
 
     def wait(self) -> None:
-        """When this returns, the bytes are no longer read, whether or not the copies were made."""
+        """Waits until the shard's source is no longer read, whether or not the copies were made."""
         self.tee.join()
 
     def end(self) -> WrittenCopies:
@@ -244,8 +243,8 @@ def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = F
 def link_copies(store: LocalStore, wanted: WantedCopies, source: CommittedShard) -> WrittenCopies | None:
     """Links a committed shard as the wanted one, in the node's own store and at all its buddies.
 
-    None: one of them cannot link it. Then the shard must be written with the same bytes, everywhere. A link that was
-    made already counts as a written file, or is replaced by one.
+    None: some node cannot link it. Then the shard must be written, with the same bytes, on every node. Links that were
+    already made count as written files, or are replaced by them.
 
     Raises:
         SaveAborted: the save was aborted elsewhere.

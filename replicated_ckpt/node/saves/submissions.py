@@ -125,7 +125,7 @@ class Submissions:
             start_worker(self._write, shard, descriptors, future, name=f"rckpt-write-{shard.copies.name}")
         except StoreUnavailable as exc:
             _close_all(descriptors)
-            future.set_exception(exc)  # for a caller that has it by now; the rank may submit again
+            future.set_exception(exc)  # for callers that already have it; the rank may submit again
             raise
         return future
 
@@ -141,7 +141,7 @@ class Submissions:
         return [self._read_note(save_id, name) if each is None else each.result() for name, each in futures.items()]
 
     def _note(self, save_id: str, found: WrittenCopies) -> None:
-        """Records the copies on disk, for the agent's next process: the rank may be gone, or may have got its answer."""
+        """Records the copies on disk: the rank may be gone when the agent's next process is asked for them."""
         path = self._note_path(save_id, found.name)
         write_with_room(self._store.root, path, json.dumps(found.to_json()).encode(), is_flushed=False)
         if not self._store.is_staged(save_id):  # it was aborted meanwhile, and its notes removed
@@ -165,7 +165,7 @@ class Submissions:
 
     def _forget_old(self) -> None:
         if len(self._written) >= _KEPT:
-            with contextlib.suppress(StoreError):  # where the disk does not say, none is forgotten now
+            with contextlib.suppress(StoreError):  # if the disk cannot be read, none is dropped now
                 ended = [key for key, future in self._written.items() if future.done()]
                 for key in [key for key in ended if not self._store.is_staged(key[0])]:
                     del self._written[key]
@@ -226,7 +226,7 @@ class _Reader:
 
     def __call__(self, room: memoryview) -> None:
         if self._pace is not None:
-            with contextlib.suppress(Stopped):  # an agent that leaves finishes what it owes, as fast as it goes
+            with contextlib.suppress(Stopped):  # an agent that stops finishes its work without the limit
                 self._pace.take(len(room))
         if read_exactly(self._fd, room, self._offset) != len(room):
             raise _truncated_error(self._name)

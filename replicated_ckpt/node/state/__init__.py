@@ -1,1 +1,1 @@
-"""State of a node in ROOT/.agent: policies, damage, uploads and sequences."""
+"""State of a node in ROOT/.agent: policies, marks, damage, uploads, sequences, and the reports of its ranks."""

@@ -32,7 +32,7 @@ class _Bad:
 
 
 class DamageBook:
-    """Files of this node that failed their checksum. An entry is forgotten when its file changes.
+    """Files of this node that failed their checksum. An entry ends when its file changes.
 
     Kept across restarts, so that known damage stays known. Safe for concurrent use.
     """
@@ -41,7 +41,7 @@ class DamageBook:
         self._store = store
         self._lock = threading.Lock()
         self._file = StateFile(store.root_agent_directory() / NAME)
-        # A file that cannot be read counts as none: the scrub finds it again.
+        # If the list cannot be read, it starts empty: the scrub finds the damage again.
         self._bad, self.scrubbed_to = self._file.read_state(_parse) or ({}, "")
 
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, has_damaged_footer: bool = False) -> None:
@@ -52,14 +52,14 @@ class DamageBook:
             self._keep(self._bad | {key: found})
 
     def clear(self, checkpoint_id: str, save_id: str, name: str) -> None:
-        """Notes that the file was read and is intact."""
+        """Records that the file was read and is intact."""
         with self._lock:
             self._keep({key: found for key, found in self._bad.items() if key != (checkpoint_id, save_id, name)})
 
     def begin_reading(self) -> NoteRead:
-        """Returns a function that records the result of a full read, which begins now, for each checkpoint.
+        """Begins a full read. The returned function records its result, checkpoint by checkpoint.
 
-        The read may take hours: damage that is found meanwhile stays known, even if the read saw an intact file before.
+        The read may take hours. Damage that is found meanwhile stays known, even if the read saw the file intact before.
         """
         with self._lock:
             known = dict(self._bad)
@@ -105,7 +105,7 @@ class DamageBook:
 
     @classmethod
     def mark_noted(cls, store: LocalStore, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
-        """The holdings, marked from the agent's file. For other processes, as it writes nothing."""
+        """As `mark_damaged`, from the agent's file. It writes nothing, so any process may call it."""
         book = cls(store)
         book._bad = {key: found for key, found in book._bad.items() if not book._is_changed(key, found)}
         return tuple(map(book._mark_damaged, holdings))
@@ -131,13 +131,13 @@ class DamageBook:
         with self._lock:
             known = dict(self._bad)
         changed = {key: then for key, then in known.items() if self._is_changed(key, then)}
-        with self._lock:  # what was marked anew since then stays
+        with self._lock:  # entries that were marked anew since then stay
             self._keep({key: found for key, found in self._bad.items() if changed.get(key) != found})
 
     def _keep(self, bad: dict[_Key, _Bad]) -> None:
         """With the lock held."""
         is_known = bad == self._bad
-        self._bad = dict(list(bad.items())[-_KNOWN_MAX:])  # also if it is equal: what is marked anew is another object
+        self._bad = dict(list(bad.items())[-_KNOWN_MAX:])  # even if equal: `_note_read` compares entries by identity
         if not is_known:
             self._write()
 

@@ -42,10 +42,13 @@ class MarkBook:
             return self._marks
 
     def reject(self, save_ids: Iterable[str], told: Marks, *, is_rejected: bool) -> None:
-        """This node's own user rejects saves, or ends that. `told`: what the other nodes know, which this comes after.
+        """Rejects saves on the command of this node's own user, or ends their rejection.
+
+        `told`: the marks of the other nodes, which the new marks supersede.
 
         Raises:
-            ConfigInvalid: a false mark of another node cannot be ended. StoreError: it is not stored. Nothing has changed.
+            ConfigInvalid: a false mark of another node cannot be superseded. StoreError: the marks cannot be stored. In
+                both cases nothing has changed.
         """
         with self._lock:
             known, rejections = merge_marks([self._marks, told]).rejections, dict(self._marks.rejections)
@@ -58,13 +61,13 @@ class MarkBook:
                         f"The mark of save {save_id} cannot change: the agent of another node sends a false one.",
                         "Run `replicated-ckpt forget NODE` for that node, and set the mark again.",
                     ) from exc
-                if revision:  # else no node has ever had it rejected, and the bucket alone may have a mark
+                if revision:  # 0: no node has ever rejected it; only the bucket may have a mark
                     rejections[save_id] = revision
             rejections = dict(list(rejections.items())[-REJECTIONS_MAX:])
             self._keep(Marks(rejections, self._marks.restores))
 
     def learn(self, told: Iterable[Marks], here: Collection[str]) -> None:
-        """Takes over other nodes' rejections of the saves that lie `here`. Only logs if they cannot be stored.
+        """Takes over other nodes' rejections of the saves that lie `here`. If they cannot be stored, that is only logged.
 
         A full book takes no more: a lying peer could otherwise push out the marks of this node's own user.
         """
@@ -81,9 +84,9 @@ class MarkBook:
             log.info("save %s %s", save_id, "is rejected" if revision % 2 else "is no longer rejected")
 
     def note_restores(self, lineage: str, newest: int, save_id: str, count: int) -> None:
-        """A load has begun to restore a save, for the `count`-th time since the run's newest save, which has that sequence.
+        """Records that a load has begun to restore a save, for the `count`-th time since the run's newest save.
 
-        Only logs if that cannot be stored: the load must go on.
+        `newest`: the sequence of that newest save. If this cannot be stored, that is only logged: the load must go on.
         """
         with self._lock:
             restores = dict(self._marks.restores)

@@ -1,4 +1,4 @@
-"""The policies of retention that this node's own ranks have named, kept across restarts."""
+"""The retention policies that this node's own ranks have set, kept across restarts."""
 
 import logging
 import threading
@@ -38,7 +38,7 @@ class PolicyBook:
             return self._by_key.get((scope, tier, lineage))
 
     def learn(self, policies: Iterable[Policy]) -> bool:
-        """Stores policies that are later than the known ones; returns whether what they keep has changed.
+        """Stores policies that are later than the known ones; returns whether any retention has changed.
 
         Raises:
             StoreError: the file cannot be written. The policies apply until this agent ends; the next call writes them.
@@ -50,7 +50,7 @@ class PolicyBook:
                 after = self._by_key[policy.key] = merge_policies(before, policy)
                 if before.retention != after.retention:
                     changed.append(after)
-            # `learn` puts what it takes at the end: the policy that was named longest ago goes.
+            # The policy that was set longest ago goes: each new one was put at the end.
             while len(self._by_key) > _POLICIES_MAX:
                 del self._by_key[next(iter(self._by_key))]
             if self._by_key:

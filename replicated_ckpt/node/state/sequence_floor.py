@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _NAME = "sequence_floor.json"
 LINEAGES_MAX = 1024
-"""For one sender, of lineages without a save here. A further one is refused, so made-up ones push out no real one."""
+"""Limit for one sender, of lineages that have no save here. Further ones are ignored, and so push out no real ones."""
 
 
 class SequenceFloor:
@@ -54,7 +54,7 @@ class SequenceFloor:
                         self._log_full(sender)
                         continue
                     self._sender_by_lineage[name] = sender
-                    of_sender[sender] += name not in here  # one that lies here is real, and counts against no bound
+                    of_sender[sender] += name not in here  # a lineage with a save here is real, and does not count
                 known = self._by_lineage.get(name, 0)
                 self._by_lineage[name] = max(known, believe(found, here.get(name, 0)))
             if self._by_lineage:
@@ -64,14 +64,14 @@ class SequenceFloor:
         """With the lock held."""
         if not self._is_full_logged:
             self._is_full_logged = True
-            log.warning("%s has more than %d runs without local checkpoints: not kept", sender, LINEAGES_MAX)
+            log.warning("%s reports over %d runs without a checkpoint here: others are ignored", sender, LINEAGES_MAX)
 
     def _write(self) -> None:
         """With the lock held."""
         try:
             self._file.write_state({"sequences": self._by_lineage, "senders": self._sender_by_lineage})
         except StoreError as exc:
-            log.warning("the newest save of each run is forgotten when this agent ends: %s", exc)
+            log.warning("the largest sequence of each run is lost when this agent ends: %s", exc)
 
 
 def _parse(document: Any) -> tuple[dict[str, int], dict[str, str]]:
@@ -99,7 +99,7 @@ class ReservedSequences:
         numbers of another.
         """
         with self._lock:
-            # Before the look: what gets its place meanwhile counts twice, not never.
+            # Read before the look: a save that gets its place meanwhile counts twice, instead of not at all.
             placed = self._store.read_places()
             due = [one for one in self._by_save if one not in placed and self._store.has_intent(one)]
             others = {one: self._by_save[one] for one in due if one != save_id}
@@ -109,6 +109,6 @@ class ReservedSequences:
         return told
 
     def release(self, save_id: str) -> None:
-        """The save was aborted, and takes none."""
+        """Ends the reservation of a save that has ended."""
         with self._lock:
             self._by_save.pop(save_id, None)

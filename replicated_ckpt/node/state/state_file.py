@@ -62,10 +62,10 @@ class StateFile:
             StoreError: it could not be written; the next call writes again.
         """
         raw = json.dumps(document).encode()
-        # Each save tells what is known already: an fsync each time would slow it down.
+        # Most saves bring nothing new: an fsync each time would slow them down.
         if raw == self._written:
             return
-        # A write that fails leaves either content: the next call must not take it for done.
+        # A failed write may leave either content: the next call must write again.
         self._written = b""
         with translate_errors(str(self._path.parent), "write", self._path.name):
             write_file(self._path, raw, self._mode)

@@ -1,13 +1,12 @@
-"""Retention in the bucket: removes saves when a newer one is there, and refuses uploads that would be removed."""
+"""Retention in the bucket: removes saves when a newer one is there, and refuses uploads of saves that it would remove."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.bucket.commit_mark import CommitMark
-from replicated_ckpt.core.manifest import Manifest, decode_manifest
-from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.commit_mark import CommitMark
+from replicated_ckpt.core.manifest import Manifest, decode_manifest, metrics_of
 from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.core.upkeep.marks import Marks
 from replicated_ckpt.core.upkeep.policy import NodeReport, scope_of
@@ -23,8 +22,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.state.policies import PolicyBook
-from replicated_ckpt.node.state.upload_book import UploadBook
-from replicated_ckpt.node.uploads.upload_progress import UploadProgress
+from replicated_ckpt.node.state.upload_book import UploadBook, UploadProgress
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save, remove_superseded
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
@@ -36,13 +34,13 @@ TOLD_MAX = 16
 """The last uploads that a node still reports after it has removed those saves."""
 
 _REFUSED_MAX = 16
-"""Refused deletions after each save, before the rest waits for the next one."""
+"""After this many refused deletions, the rest waits for the next save."""
 
 
 def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> NodeReport:
     """This node's report of its policies and uploads. An upload counts as over only if this agent has seen its end.
 
-    The last ones stay in the report after they are retired here: other nodes may not have looked into the bucket yet.
+    The last ended ones stay in the report after they are retired here: other nodes may not have looked into the bucket yet.
     """
     removed = service.store.journal.read_removed()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
@@ -54,7 +52,7 @@ def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[st
     over = [
         save_id
         for save_id, state in states.items()
-        if state.state != "pending" and state.url == url_by_save.get(save_id, state.url)  # not of an order before
+        if state.state != "pending" and state.url == url_by_save.get(save_id, state.url)  # not of an earlier order
     ]
     wanted = frozenset(url_by_save)
     uploading = wanted.difference(over)
@@ -106,7 +104,7 @@ def withdraw_removed(
     try:
         _check_not_removed(service, manifest)
     except SaveAborted:
-        # Its user has not removed it: the bucket's copy is that node's, too.
+        # A node whose user has not removed the save still needs the bucket's copy.
         if not any(_keeps(view, manifest.save_id) for view in look()):
             remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
         raise
@@ -128,7 +126,7 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
 def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> Collection[str]:
     """Applies the bucket's policy, now that this save is there; returns the removed saves. Failures are logged.
 
-    Newest first: so the checkpoint that was just retired goes, even if older ones have a legal hold.
+    Newest first, so that the checkpoint that was just retired goes even if older ones have a legal hold.
     """
     refusals, gone = list[StoreDenied](), set[str]()
     try:
@@ -179,10 +177,10 @@ def _judge(
 def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention, marks: Marks) -> Sequence[Candidate]:
     """The committed saves of the same run. Those without a mark are not ours: they neither count nor are removed.
 
-    Metrics lie in the manifests, which are read where the policy goes by one.
+    Metrics are in the manifests, which are read only if the policy uses a metric.
 
     Raises:
-        ManifestInvalid, StoreError: one cannot be read; then the best is not known.
+        ManifestInvalid, StoreError: a manifest cannot be read, so the best save is unknown.
     """
     scope = scope_of(manifest.checkpoint_id)
 
@@ -192,7 +190,7 @@ def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention, m
         return metrics_of(decode_manifest(bucket.manifest_raw(save), bucket.client.target.url).notes)
 
     def candidate(save: BucketSave, mark: CommitMark) -> Candidate:
-        # Without reading its manifest: what a slimming has left of an optimizer there is removed by the next one.
+        # By the listing, not the manifest: the next slimming then removes the remains of an interrupted one.
         has_optimizer = any(part_of_shard(name) is Part.OPTIMIZER for name in save.sizes)
         is_full = has_optimizer and not mark.is_slim
         named = save.checkpoint_id, save.save_id, mark.sequence

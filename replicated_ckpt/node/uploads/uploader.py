@@ -16,14 +16,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.upkeep.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.node.peers.watch import PeerWatch, SilenceTimeouts
 from replicated_ckpt.node.saves.service import NodeService
-from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.state.upload_book import RETRY_MAX_S, UploadBook, UploadedFiles, UploadProgress
 from replicated_ckpt.node.uploads.bucket_retention import (
     check_wanted,
     make_node_report,
@@ -31,7 +31,6 @@ from replicated_ckpt.node.uploads.bucket_retention import (
     tidy_after,
     withdraw_removed,
 )
-from replicated_ckpt.node.uploads.upload_progress import RETRY_MAX_S, UploadedFiles, UploadProgress
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
@@ -45,7 +44,7 @@ from replicated_ckpt.stores.verified import Expected
 log = logging.getLogger(__name__)
 
 HELD_WITHIN_S = 30.0
-"""How long a removal waits for a request in progress. After that, the upload itself removes what it has uploaded."""
+"""How long a removal waits for a request in progress. After that, the upload removes its own objects."""
 
 
 class UploadPaused(Exception):
@@ -95,12 +94,12 @@ class PausedUploads:
 
 IDLE_PAUSE_S = 5.0
 WAITED_FOR_S = 1.0
-"""Between two looks for the shards of other nodes while a rank waits for the upload."""
+"""Pause between two looks for the shards of other nodes while a rank waits for the upload."""
 BUSY_S = 3600.0
 """How long an agent that ranks started stays for an upload without progress."""
 _FORGOTTEN_MAX = 1024
 SHARDS_PARALLEL = 2
-"""Each shard in PARTS_PARALLEL parts at once, with 16 MiB of memory for a part."""
+"""Shards that are uploaded at once, each in PARTS_PARALLEL parts with 16 MiB of memory per part."""
 LOOK_AGAIN_S = 2.0
 """How long one request is retried before the whole try fails."""
 _JOIN_S = 2.0
@@ -108,7 +107,7 @@ _MISSING_MAX = 8
 
 
 class Uploader:
-    """One thread. `state_of` and `status` may be called from others; `round` directly, while the thread is off."""
+    """One thread. `state_of` and `status` may be called from others; `round` may be called before `start`."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class Uploader:
         self._pace_lock = threading.Lock()
         self._timeouts = timeouts
         self._watch_lock = threading.Lock()
-        # An agent that said goodbye uploads nothing: its shards are taken over without an hour's wait.
+        # An agent that announced its exit uploads nothing: other nodes take over its shards at once.
         self._watch = PeerWatch(service.peers, replace(timeouts, away_after_s=0.0), clock)
         self._stopping = stopping
         self._on_bad = on_bad
@@ -174,8 +173,8 @@ class Uploader:
         return make_node_report(self._service, self.book, self._read_uploads())
 
     def state_of(self, save_id: str) -> UploadState | None:
-        """The progress of a save. The caller waits, so the next look is soon. None: not here, or not to be uploaded."""
-        if save_id not in self._uploads or self.book.is_ordered(save_id):  # to another bucket than it may be in
+        """The progress of a save. The next look comes soon, as the caller waits. None: not here, or not to be uploaded."""
+        if save_id not in self._uploads or self.book.is_ordered(save_id):  # the order may name another bucket
             self._find_wanted()
         upload = self._uploads.get(save_id)
         if upload is None:
@@ -225,7 +224,7 @@ class Uploader:
         """
         away: dict[str, StoreUnavailable] = {}
         found = self._find_wanted()
-        if not found:  # each commit comes here, with a bucket and without
+        if not found:  # the usual case without a bucket: each commit wakes the uploader
             self._forget_gone(set())
             return IDLE_PAUSE_S
         for manifest, upload in sorted(found, key=lambda wanted: -wanted[0].sequence):
@@ -233,7 +232,7 @@ class Uploader:
                 raise Stopped
             if upload.due > self._clock():
                 continue
-            if upload.state.url in away:  # it would wait in vain, and with it what goes elsewhere
+            if upload.state.url in away:  # a try would only time out, and delay uploads to other buckets
                 upload.fail(away[upload.state.url], self._clock())
             elif isinstance(exc := self._try(manifest, upload), StoreUnavailable):
                 away[upload.state.url] = exc
@@ -254,9 +253,9 @@ class Uploader:
             return self._pending([manifest for manifest in committed if manifest.save_id not in removed])
 
     def _find_left(self, replaced: Sequence[Manifest]) -> list[Manifest]:
-        """The replaced versions that still wait after `lost_after_s` for the newer one to be whole: its nodes may be lost.
+        """Replaced versions whose newer version is not whole after `lost_after_s`: its nodes may be lost.
 
-        Before that they are not uploaded: usually the newer version is, and they are removed here.
+        Before that they are not uploaded: usually the newer version is uploaded instead, and they are removed here.
         """
         now = self._clock()
         self._replaced_since = {one.save_id: self._replaced_since.get(one.save_id, now) for one in replaced}
@@ -305,7 +304,7 @@ class Uploader:
         except ReplicatedCkptError as exc:
             upload.fail(exc, self._clock())
             self._service.figures.count_error("upload", exc)
-            log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
+            log.warning("upload of %s to %s failed: %s", manifest.checkpoint_id, upload.state.url, exc)
             return exc
         if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile
             self.book.forget(manifest.save_id)
@@ -327,13 +326,13 @@ class Uploader:
         if there is not None and self._is_whole(bucket, manifest, there, upload):
             tidy_after(bucket, manifest, there)
             return True
-        bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole
+        bucket.check_place(manifest, there)  # also for a save that lacks a shard, and will never be complete
         check_wanted(self._service, bucket, manifest)
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
         mine = self._choose_own(manifest, missing, upload)
         self._bring_all(bucket, manifest, sorted(mine), upload)
         missing -= mine
-        # Without a prefix of its own, another save may have written over its objects since.
+        # If the save has no prefix of its own, another save may have overwritten its objects since.
         if missing or not prefix_of(manifest):
             missing = manifest.shards.keys() - self._find_intact(bucket, manifest, upload)
         if missing:
@@ -353,16 +352,16 @@ class Uploader:
         return True
 
     def _open_patiently(self, url: str) -> Bucket:
-        """Opens a bucket with retries of LOOK_AGAIN_S: one failure in some twenty requests would postpone the whole try."""
+        """Opens a bucket that retries requests for LOOK_AGAIN_S. A try makes about twenty: one failure must not end it."""
         client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(
             RetryingClient(client, within_s=within_s, look_within_s=within_s, should_stop=self._stopping.is_set)
         )
 
     def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
-        """Whether the save is committed there with all its objects. For an order by hand, each shard is checked, too.
+        """Whether the save is committed there with all its objects. For a user's order, each shard is also checked.
 
-        Where the bucket keeps its weights alone, they are all.
+        If the bucket has dropped the optimizer, only the weights' objects count.
         """
         if there.mark is not None and there.mark.is_slim and manifest.weights is not None:
             manifest = manifest.slimmed()
@@ -373,10 +372,10 @@ class Uploader:
         return bucket.is_described(there) and manifest.shards.keys() == self._find_intact(bucket, manifest, upload)
 
     def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
-        """The intact shards in the bucket. A shard that was intact once is not checked again.
+        """The intact shards in the bucket. A shard that was intact once is not checked again, with one exception.
 
-        Except that all are checked again once all are there, if the save has no prefix of its own: another save may have
-        overwritten them.
+        If the save has no prefix of its own, another one may have overwritten its shards: once all are there, all are
+        checked again.
         """
         arrived = bucket.find_arrived(manifest)
         if arrived == manifest.shards.keys() and not prefix_of(manifest):
@@ -400,7 +399,7 @@ class Uploader:
         }
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
-        # The owners come first: else every holder of a copy would upload the same shards at once.
+        # The owners get time to begin: else every holder of a copy would upload the same shards at once.
         if others and self._clock() - upload.first_seen > self._timeouts.lost_after_s / 3:
             views = self._look()
             is_ordered = self.book.is_ordered(manifest.save_id)
@@ -436,7 +435,7 @@ class Uploader:
                     bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
             self._uploaded.note(upload.state.url, status, name, key_of(manifest, name))
         except ObjectCorrupt as exc:
-            # Else it was the bucket that gave other bytes: this node's copy is not suspect.
+            # Otherwise the bucket has returned other bytes: this node's copy is not suspect.
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
@@ -446,9 +445,9 @@ class Uploader:
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
         self.paused.check_not_paused(save_id)
-        # Shards go in parallel, and the bound is for all of them together.
+        # Shards are uploaded in parallel, and share one limit.
         with self._pace_lock:
-            # What still moves keeps the agent up, however long it takes.
+            # An upload with progress keeps the agent running, however long it takes.
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, own_prefix
+from replicated_ckpt.core.commit_mark import MARK_BYTES, CommitMark, own_prefix
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,

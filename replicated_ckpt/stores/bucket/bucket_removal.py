@@ -2,7 +2,7 @@
 
 import logging
 
-from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.commit_mark import own_prefix
 from replicated_ckpt.core.layout import MANIFEST_NAME, is_save_id
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
+from replicated_ckpt.core.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
-from replicated_ckpt.core.integrity.crc_combination import combine_crcs
+from replicated_ckpt.core.integrity.checksum import BlockTable, combine_crcs, crc32c
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_read_errors
 from replicated_ckpt.stores.local.shard_file import ShardFile

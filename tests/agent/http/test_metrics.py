@@ -13,7 +13,7 @@ from replicated_ckpt.agent.http.exposition import Family, histogram, render
 from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.dcp.runtime.agent_report import send_report
 from replicated_ckpt.errors import StoreFull
-from replicated_ckpt.node.saves.figures import BOUNDS_S, Figures, Histogram
+from replicated_ckpt.node.state.rank_reports import BOUNDS_S, Figures, Histogram
 from replicated_ckpt.stores.local.memory_tier import note_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent, wait_for

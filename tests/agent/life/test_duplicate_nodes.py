@@ -61,7 +61,7 @@ def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: in
         (known,) = PeerBook(peer.root / ".agent").read_all()
         assert known.port == node.endpoint.port, "what the clone said of itself was not believed"
     log = (roots[0] / "agent.out").read_text()
-    assert log.count("WARNING replicated_ckpt.node.peers.duplicate_nodes: Two agents are node") == 1
+    assert log.count("WARNING replicated_ckpt.node.peers.address_book: Two agents are node") == 1
 
 
 def test_a_peer_that_says_nothing_new_takes_nothing_back(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
             )
     log = (stores[0].root / "agent.out").read_text()
     assert "removed step-5 (save" in log
-    assert "its sequence 5 is older than 6, of the newest 2 complete checkpoints, and not a multiple of 4" in log
+    assert "its sequence 5 is below 6, the lowest of the newest 2 complete checkpoints, and not a multiple of 4" in log
     for store in stores:
         assert findings(store) == []
         assert held(store, "step-7")

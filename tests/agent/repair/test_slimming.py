@@ -63,7 +63,7 @@ def test_each_agent_slims_its_part(tmp_path: Path) -> None:
     check_weights(stores, [1, 2])
     log = (stores[0].root / "agent.out").read_text()
     assert "removed the optimizer of step-2 (save" in log
-    assert "its weights alone: it is older than 3, of the newest 2 full checkpoints" in log
+    assert "it keeps only its weights: its sequence is below 3, the lowest of the newest 2 full checkpoints" in log
 
 
 def test_a_node_slims_only_by_its_own_word(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_records_are_found() -> None:
     [
         (rewritten(RAW, zipfile.ZIP_DEFLATED), "store differently"),
         (rewritten(RAW, more=("archive/DATA.PKL",)), "two records of the same name"),
-        (overlapping(), "in another|two records"),
+        (overlapping(), "another one|two records"),
         (RAW[:-1], "does not end"),
         (RAW + b"\0", "does not end"),
         (b"", "not a zip container"),

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
     BlockHasher,
+    combine_crcs,
     crc32c,
     decode_footer,
     footer_bytes_of,
 )
-from replicated_ckpt.core.integrity.crc_combination import combine_crcs
 from replicated_ckpt.testing.shards import table_of
 
 

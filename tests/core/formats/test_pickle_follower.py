@@ -15,10 +15,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_in
 from replicated_ckpt.core.pickles.follower import _OPCODES, follow
 from replicated_ckpt.core.pickles.instances import Instances
-from replicated_ckpt.core.pickles.tree import Fields, Made, Named, Pairs, PickleUnsafe
+from replicated_ckpt.core.pickles.tree import (
+    DEPTH_MAX,
+    Fields,
+    Made,
+    Named,
+    Pairs,
+    PickleUnsafe,
+    check_bounds,
+    names_in,
+)
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, share_parts
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from tests.fuzz.differences import refusal_of

@@ -122,7 +122,9 @@ def test_older_checkpoints_keep_their_weights_alone() -> None:
     best = [replace(saves[0], metrics={"loss": 0.5}), *saves[1:]]
     assert drops(best, Retention(keep_last=2, keep_best="loss", full_last=1)) == {1, 5}
     (oldest,) = (verdict for verdict in judge(saves, policy) if verdict.sequence == 2)
-    assert "its weights alone: it is older than 5, of the newest 2 full checkpoints" in str(oldest)
+    assert "it keeps only its weights: its sequence is below 5, the lowest of the newest 2 full checkpoints" in str(
+        oldest
+    )
 
 
 def test_what_keeps_its_optimizer() -> None:
@@ -280,7 +282,7 @@ def test_each_node_removes_its_part_oldest_first() -> None:
     """Both nodes plan alike; the reason names the rule; the plan prints."""
     plan = plan_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(LAST_TWO)])
     assert [removal.checkpoint_id for removal in plan.of_node("a")] == ["step-1", "step-2"]
-    assert plan.of_node("a")[0].rule == "its sequence 1 is older than 3, of the newest 2 complete checkpoints"
+    assert plan.of_node("a")[0].rule == "its sequence 1 is below 3, the lowest of the newest 2 complete checkpoints"
     assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
     assert "node a: remove step-1" in str(plan.of_node("a")[0])
     assert "step-4" in str(plan.verdicts[0])

@@ -16,7 +16,7 @@ from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import Ack
-from replicated_ckpt.core.notes import NOTES_BYTES_MAX
+from replicated_ckpt.core.manifest import NOTES_BYTES_MAX
 from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.dcp.convert.importing import import_checkpoint
 from replicated_ckpt.dcp.memory.root import find_memory_root

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.core.upkeep.upload_plan import UploadPlan
 from replicated_ckpt.dcp.agreement.decision import decide
 from replicated_ckpt.dcp.metadata import saved_metadata
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata

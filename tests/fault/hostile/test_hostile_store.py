@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
+from replicated_ckpt.core.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_MAX
 from replicated_ckpt.core.reading.windows import ByteRange

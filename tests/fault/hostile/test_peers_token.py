@@ -411,7 +411,7 @@ def test_a_sequence_that_is_only_told_is_believed_within_bounds(tmp_path: Path) 
     checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-4", lineage=RUN)
     service = NodeService(store)
     for told in (SEQUENCE_FLOOR_MAX, SEQUENCE_FLOOR_MAX, 4 + BELIEVED_AHEAD, 4 + BELIEVED_AHEAD + 1):
-        service.hear({RUN: told}, "10.0.0.1")
+        service.learn_sequences({RUN: told}, "10.0.0.1")
         assert service.histories("")[RUN].sequence == 4 + BELIEVED_AHEAD
         service = NodeService(store)
     assert BELIEVED_AHEAD << 20 < SEQUENCE_FLOOR_MAX
@@ -421,7 +421,7 @@ def test_a_sequence_that_is_only_told_is_believed_within_bounds(tmp_path: Path) 
 def test_a_new_node_believes_what_an_honest_one_tells(tmp_path: Path) -> None:
     """It has nothing of the run, and was away for 100,000 saves: what it saves next is newer."""
     service = NodeService(LocalStore(tmp_path))
-    service.hear({RUN: 100_000}, "10.0.0.2")
+    service.learn_sequences({RUN: 100_000}, "10.0.0.2")
     assert service.histories("")[RUN].sequence == 100_000
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES
+from replicated_ckpt.core.commit_mark import MARK_BYTES
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
 from tests.harness.cluster import Call, call

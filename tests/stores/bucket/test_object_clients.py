@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
+from replicated_ckpt.core.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.core.reading.windows import ByteRange

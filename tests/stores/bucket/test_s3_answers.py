@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.bucket.commit_mark import CommitMark
+from replicated_ckpt.core.commit_mark import CommitMark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, UploadEntry

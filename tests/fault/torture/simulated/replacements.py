@@ -31,7 +31,7 @@ from replicated_ckpt.dcp.save import numbering, save_attempt, shard_writer, writ
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.node.saves import service
 from replicated_ckpt.node.state import upload_book
-from replicated_ckpt.node.uploads import upload_progress, uploader
+from replicated_ckpt.node.uploads import uploader
 from replicated_ckpt.stores import tee, verified
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -141,7 +141,7 @@ def replacements(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (verified, "SCRATCH_BYTES", 1 << 16),
         (verified, "tables_of_size", _tables_of_size),
         (loading, "FetchAhead", FetchInTurn),
-        (upload_progress, "random", cluster.random),
+        (upload_book, "random", cluster.random),
         (upload_book, "open_client", partial(_open_bucket, cluster)),
         (load_attempt, "open_client", partial(_open_bucket, cluster)),
         (load_attempt, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),

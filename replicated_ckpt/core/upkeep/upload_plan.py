@@ -21,8 +21,8 @@ class UploadState:
     """The progress of one upload, as this node knows it. `state`: "pending", "committed" or "superseded".
 
     `kind` is the class of the last error. `is_denied`: a retry does not help; also set if another run's save supersedes it.
-    `failing_s`: how long every try has failed. `shards_there`: the shards that the last look found in the bucket.
-    `missing`: the names of some other shards.
+    `failing_s`: the time since the first of the failed tries, if none has succeeded since. `shards_there`: the number of
+    shards that the last look found in the bucket. `missing`: the names of some other shards.
     """
 
     checkpoint_id: str
@@ -43,10 +43,10 @@ def choose_uploader(
 ) -> str | None:
     """The node that uploads `shard`, from the views of `own_node`, which holds it.
 
-    The order is: the owner, the other intended holders, then any holder by name. None: an earlier node in this order is
-    silent and not lost yet, or no node holds the shard. A node that never answered is assumed to hold its intended shards.
-    Nodes that report that they cannot upload are skipped, as are nodes with a newer save of the id, which they upload.
-    `is_ordered`: the user ordered the upload here by hand. Then only nodes with such an order upload.
+    The candidates in order: the owner, the other intended holders, then all other holders by node id. The first one that
+    can upload is chosen. None: that node is silent, but not lost yet. A node that never answered is assumed to hold its
+    intended shards. Nodes that report that they cannot upload are skipped, and so are nodes that have published a newer
+    save of the id. `is_ordered`: the user ordered the upload here by hand. Then only nodes with such an order upload.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -64,7 +64,7 @@ def choose_uploader(
         node_report = view.node_report
         if manifest.save_id in node_report.unable or (is_ordered and manifest.save_id not in node_report.ordered):
             continue
-        # Wait for a silent node before the next one takes over: both would upload the same bytes.
+        # While a node is silent, the next one waits: otherwise both could upload the same bytes.
         return node if view.presence is Presence.UP else None
     return None
 

@@ -71,15 +71,15 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     """The mark in the last MARK_BYTES of a `.metadata`; None if there is none, as in stock torch's.
 
     Raises:
-        ManifestVersionUnknown: the mark is intact, and of another format version.
+        ManifestVersionUnknown: the mark is intact, but has another format version.
     """
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
     magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, flags = _BODY.unpack(memoryview(tail)[:-4])
-    # Its checksum is right: a newer format, which must not count as damaged and be replaced.
+    # The checksum is right, so this is a newer format. If it counted as damaged, it would be replaced.
     if magic != MAGIC and magic.startswith(_FAMILY):
-        raise ManifestVersionUnknown(f"A commit mark must begin with {magic!r}.")
-    # The bytes of a foreign file may pass a CRC by chance or design: NaN would break every order.
+        raise ManifestVersionUnknown(f"The commit mark begins with {magic!r} instead of {MAGIC!r}.")
+    # A foreign file may pass the CRC by chance or design. A time of NaN would break the order of saves.
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None
     named = "" if lineage.hex() == _NO_LINEAGE else lineage.hex()

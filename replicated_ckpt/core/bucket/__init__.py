@@ -1,1 +1,0 @@
-"""What lies in a bucket: commit marks, plans of uploads."""
