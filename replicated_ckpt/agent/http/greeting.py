@@ -20,7 +20,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDeni
 from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, PeerBook
 from replicated_ckpt.node.peers.duplicate_nodes import Who, ask_who
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

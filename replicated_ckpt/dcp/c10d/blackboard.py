@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S, POLL_S, SAY_AFTER_S, AnsweringStore, Wait, reaching_store
 from replicated_ckpt.errors import PeerProtocolError, RendezvousFailed, ReplicatedCkptError
-from replicated_ckpt.stores.peer.releases import check_rank
+from replicated_ckpt.stores.peer.answer import check_rank
 from replicated_ckpt.version import RELEASE
 from replicated_ckpt.wording import list_some
 

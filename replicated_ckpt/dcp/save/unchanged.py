@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from replicated_ckpt.dcp.agreement.decision import ShardReceipt
 from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream, align
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
+from replicated_ckpt.stores.local.shard_file import CommittedShard
 
 Items = Sequence[WriteItem]
 

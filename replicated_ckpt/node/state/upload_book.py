@@ -10,9 +10,8 @@ from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.state.state_file import StateFile
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, BegunUpload
 from replicated_ckpt.stores.bucket_client.opening import open_client
-from replicated_ckpt.stores.bucket_client.upload_source import BegunUpload
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 log = logging.getLogger(__name__)

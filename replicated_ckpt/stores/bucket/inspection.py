@@ -7,8 +7,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NOD
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard
-from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
+from replicated_ckpt.stores.bucket.bucket import OF_NEWER_FORMAT, Bucket, BucketSave, ObjectShard
 from replicated_ckpt.stores.verified import Expected
 
 PIECE_BYTES = 16 << 20

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import read_exactly, write_all
 from replicated_ckpt.stores.files.existence import closing_fd, open_plain

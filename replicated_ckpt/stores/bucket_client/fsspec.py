@@ -21,8 +21,14 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, PART_BYTES, PARTS_PARALLEL, Listing, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import (
+    AWAY_HINT,
+    PART_BYTES,
+    PARTS_PARALLEL,
+    Listing,
+    Paced,
+    UploadSource,
+)
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_package
 
 LIST_TIMEOUT_S = 300.0

@@ -12,10 +12,9 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.body import MemoryBody, read_pages
-from replicated_ckpt.stores.bucket_client.client import PARTS_PARALLEL, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import PARTS_PARALLEL, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
 COPY_PART_BYTES = 512 << 20

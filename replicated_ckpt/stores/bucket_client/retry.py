@@ -7,8 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from replicated_ckpt.errors import ObjectCorrupt, StoreDenied, StoreUnavailable
-from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced, UploadSource
 
 T = TypeVar("T")
 READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0

@@ -51,9 +51,10 @@ from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent, note_place
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
-from replicated_ckpt.stores.local.versions.linked import CommittedShard, link_shard
+from replicated_ckpt.stores.local.shard_file import CommittedShard, link_shard
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
+    check_replaceable,
     has_damaged_decision,
     has_decision,
     holds_all_shards,
@@ -65,9 +66,12 @@ from replicated_ckpt.stores.local.versions.publish import (
     remove_unmanaged,
 )
 from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
-from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_replaced, remove_unread
-from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
-from replicated_ckpt.stores.local.versions.slim import finish_slimming
+from replicated_ckpt.stores.local.versions.remove import (
+    finish_removals,
+    finish_slimming,
+    remove_replaced,
+    remove_unread,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""Requests and answers of an agent: the paths of files, a range of bytes, and a JSON object or one of our errors."""
+"""Requests and answers of an agent: the paths of files, a range of bytes, and a JSON object or one of our errors.
+
+Agents and ranks work together if their releases have one protocol. For others, the error names both releases.
+"""
 
 import contextlib
 import errno
@@ -7,6 +10,7 @@ import json
 import time
 import urllib.parse
 from collections.abc import Iterator
+from email.message import Message
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +32,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.verified import TooSlow
+from replicated_ckpt.version import PROTOCOL, RELEASE_HEADER, __version__
 from replicated_ckpt.wording import one_line
 
 _MESSAGE_CHARS = 10_000
@@ -143,3 +148,54 @@ def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float,
             raise CutOff(errno.ECONNRESET, "the peer closed the connection too early")
         done += count
     response.close()  # ends the answer only: the connection is used again
+
+
+RELEASES_HINT = (
+    "All ranks and agents of a job need releases of one protocol. Install the newer release on all nodes, "
+    "restart the agents of systemd or Kubernetes, and start the job again."
+)
+_VERSION_CHARS = 40
+_STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
+"""Unchanged in every protocol, so that an agent of any release can be inspected and replaced."""
+
+
+def describe_release(said: object) -> str:
+    """The release that a process announces, in words; "" if it has this protocol."""
+    protocol, _, version = one_line(str(said or ""), _VERSION_CHARS).partition(" ")
+    if protocol == str(PROTOCOL):
+        return ""
+    return f"{version or 'an unknown release'} (protocol {protocol or 'unknown'})"
+
+
+def check_release(headers: Message, path: str, peer_host: str) -> None:
+    """Accepts a request whose sender's release has this protocol, or that names no release, as requests by curl do.
+
+    A request for one of the `_STABLE` paths is always accepted.
+
+    Raises:
+        ConfigInvalid: the sender's release has another protocol.
+    """
+    said = headers.get(RELEASE_HEADER)
+    if said is None or path.partition("?")[0] in _STABLE:
+        return
+    other = describe_release(said)
+    if other:
+        raise ConfigInvalid(
+            f"This agent runs replicated_ckpt {__version__} (protocol {PROTOCOL}), but the calling process at "
+            f"{peer_host} runs {other}.",
+            RELEASES_HINT,
+        )
+
+
+def check_rank(said: object, rank: int, own_rank: int) -> None:
+    """The same check for a post of another rank of the job. All releases so far share the format of posts.
+
+    Raises:
+        ConfigInvalid: the rank's release has another protocol.
+    """
+    other = describe_release(said)
+    if other:
+        raise ConfigInvalid(
+            f"Rank {rank} runs replicated_ckpt {other}, but rank {own_rank} runs {__version__} (protocol {PROTOCOL}).",
+            RELEASES_HINT,
+        )
