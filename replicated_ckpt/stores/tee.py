@@ -21,7 +21,7 @@ from replicated_ckpt.stores.threads import start_thread
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4
 REFERRED_BYTES_MIN = 64 << 10
-"""Below this a copy costs less than a piece of its own in every system call."""
+"""Smaller data is copied: that costs less than a separate piece in every system call."""
 
 
 class Sink(Protocol):
@@ -54,7 +54,7 @@ class Buffers:
 
 @dataclass
 class _Piece:
-    """Consecutive bytes of the shard, wherever they lie in memory. `buffer` holds those that were copied."""
+    """Consecutive bytes of a shard, wherever they lie in memory. `buffer` holds the copied ones. `users` sinks need it."""
 
     buffer: memoryview
     views: tuple[memoryview, ...]
@@ -88,7 +88,7 @@ class _SinkThread(threading.Thread):
         if self.error is None and piece is not None:
             self.finish_s = self._guard(partial(self.sink.finish, piece))
         self.ended_s = time.monotonic()
-        # `finish` itself may have failed: its half-made copy goes, too.
+        # `finish` itself may have failed: its incomplete copy must go, too.
         if self.error is not None or piece is None:
             self.sink.discard()
         del self._tee  # a reference circle would keep the buffers until the garbage collector runs
@@ -156,7 +156,7 @@ class Tee:
         """Appends a copy of `data` (any contiguous bytes-like object) to the shard; returns its size in bytes."""
         view = memoryview(data).cast("B")
         size = len(view)
-        if self._buffer is not None and self._size + size < len(self._buffer):  # many small ones go this way
+        if self._buffer is not None and self._size + size < len(self._buffer):  # the fast path, for many small writes
             end = self._filled + size
             self._buffer[self._filled : end] = view
             self._filled = end
@@ -185,7 +185,7 @@ class Tee:
             self.write(data)
             return
         while data:
-            # A reference takes its share of a buffer, too: that bounds what sinks have in flight.
+            # A reference uses up its share of a buffer, too: this bounds the bytes in flight to the sinks.
             part = data[: len(self._room())]
             self._list_gathered()
             self._views.append(part)

@@ -20,8 +20,8 @@ FEWER = (
     "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end programs that use many."
 )
 _ENDING = "interpreter shutdown"
-"""In the error of an interpreter that exits. Up to Python 3.12.2 it starts no thread while it waits for others; 3.12.3
-does. Source: github.com/python/cpython/issues/113964."""
+"""Text in the error of an interpreter that exits. Up to Python 3.12.2 such an interpreter starts no thread while it waits
+for running ones; 3.12.3 does. Source: github.com/python/cpython/issues/113964."""
 _SOONER = (
     "Python was about to exit: wait for the save first (`future.result()`, `writer.wait()`), or use Python 3.12.3."
 )
@@ -31,7 +31,7 @@ def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> thr
     """Runs `work` in a thread that does not keep the process alive; returns the thread.
 
     Raises:
-        StoreUnavailable: the system gives no thread; nothing was begun.
+        StoreUnavailable: the system cannot start a thread; `work` was not called.
     """
     thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
     start_thread(thread)
@@ -39,10 +39,10 @@ def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> thr
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts the thread. If the interpreter is exiting, that is also logged: the program may never read the error.
+    """Starts the thread. While the interpreter exits, an error is also logged, since the program may never read it.
 
     Raises:
-        StoreUnavailable: the system has no thread; nothing was begun.
+        StoreUnavailable: the system cannot start the thread.
     """
     try:
         thread.start()
@@ -57,7 +57,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _OF_A_THREAD, _LOWEST = 5, 19
-"""Without autogroups, an agent's threads at niceness 10 take a third of two busy cores (docs/measurements.md)."""
+"""Niceness that a thread gets in addition, and the highest niceness. Without autogroups, an agent's threads at niceness 10
+take a third of two busy cores (docs/measurements.md)."""
 _TRIES, _TRY_AGAIN_S = 100, 0.11
 """The kernel accepts one change in a tenth of a second from all unprivileged processes together."""
 
@@ -77,17 +78,17 @@ def give_way(niceness: int) -> None:
 
 
 def give_way_as_session(niceness: int) -> None:
-    """Raises the niceness of this process's autogroup, soon and for good, if the process leads its own session.
+    """Raises the niceness of this process's autogroup for good, in a background thread, if the process leads its session.
 
     With autogroups the kernel shares processors between sessions (sched(7), "The autogroup feature"). The niceness of a
     thread then counts only inside its session, and an agent would get as much time as a rank. Without autogroups this does
     nothing. `niceness`: as in `give_way`.
     """
     if niceness and os.getsid(0) == os.getpid():
-        start_worker(_tell_autogroup, niceness, name="rckpt-give-way")
+        start_worker(_raise_autogroup, niceness, name="rckpt-give-way")
 
 
-def _tell_autogroup(niceness: int) -> None:
+def _raise_autogroup(niceness: int) -> None:
     refusal: OSError | None = None
     for _ in range(_TRIES):
         try:
@@ -107,9 +108,7 @@ def _tell_autogroup(niceness: int) -> None:
 
 
 def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:
-    """The error as one of this package's classes. Others, such as MemoryError, cannot be sent: the connection would
-    break.
-    """
+    """The error as one of this package's classes. Any other error, such as MemoryError, would break the connection."""
     if isinstance(error, ReplicatedCkptError):
         return error
     if isinstance(error, OSError):
@@ -138,7 +137,10 @@ Result = TypeVar("Result")
 
 
 class FanOut(Generic[Key, Result]):
-    """Outcomes by key: `results` of calls that returned, `errors` of calls that raised one of our errors."""
+    """One call for many keys, in parallel.
+
+    Outcomes by key: `results` of calls that returned, `errors` of calls that raised one of our errors.
+    """
 
     def __init__(self, *, until_error: bool = False) -> None:
         self._until_error = until_error
@@ -162,7 +164,7 @@ class FanOut(Generic[Key, Result]):
             waiting.put(key)
         count = min(most, waiting.qsize())
         threads = outcome._start_threads(count - 1, waiting, call)
-        # This thread works, too: it is enough if the system has no thread left.
+        # This thread makes calls, too. It makes all of them if the system can start no thread.
         outcome._work(waiting, call)
         for thread in threads:
             thread.join()

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Manifest | None) -> bool:
     """Deletes a save. Returns whether it was committed there.
 
-    If it was not, the shards that `manifest` names and that have arrived are deleted; with None they are unknown and stay.
-    An upload in progress deletes the objects that it adds after this.
+    If it was not committed, the uploaded shards that `manifest` names are deleted. With None they are unknown, and stay. An
+    upload in progress deletes the objects that it adds after this.
 
     Raises:
         StoreError: some of it is still there.
@@ -74,7 +74,7 @@ def _read_manifest(bucket: Bucket, directory: str) -> Manifest | None:
 
 
 def _is_its_own_place(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether no other save that is committed there has its files in the same place."""
+    """Whether no other, committed save has its files in the same place of the bucket."""
     return bool(prefix_of(manifest)) or there is None or (there.mark is not None and bool(there.mark.prefix))
 
 
@@ -105,7 +105,8 @@ def slim_in_bucket(bucket: Bucket, checkpoint_id: str, save_id: str) -> bool:
     """Removes the optimizer of a committed save, or the part of it that an earlier try has left. Returns False if there
     is none.
 
-    At every instant the checkpoint is full or has exactly its weights. Any number of agents may call this at once.
+    One write replaces `.metadata` with its mark: at every instant the checkpoint is full or has exactly its weights. Any
+    number of agents may call this at once.
 
     Raises:
         ManifestInvalid, ObjectCorrupt: its manifest or metadata is damaged; the checkpoint is unchanged. StoreError
@@ -146,7 +147,7 @@ def _mark(bucket: Bucket, there: BucketSave, full: Manifest, version: str) -> No
 
 
 def _remove_optimizer(bucket: Bucket, there: BucketSave) -> bool:
-    """Gives the smaller manifest the usual name, then deletes the optimizer's objects. Repeated while one is left."""
+    """Gives the smaller manifest the usual name, then deletes the optimizer's objects. Returns whether any was left."""
     assert there.mark is not None
     directory = f"{there.checkpoint_id}/{there.mark.prefix}"
     raw = bucket.manifest_raw(there)

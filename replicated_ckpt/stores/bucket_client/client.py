@@ -20,9 +20,9 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass
 class BegunUpload:
-    """The state that continues an upload in parts. After `keep` returns, it survives a restart. None: no such upload.
+    """The note with which an upload in parts continues after a restart; None: no such upload. `keep` makes it durable.
 
-    A restart may restore a note that was set to None. Its upload is gone from the bucket, so the upload begins anew.
+    A restart may restore a note that was set to None. Its upload is gone from the bucket, so the shard is uploaded anew.
     """
 
     note: Mapping[str, Any] | None = None
@@ -30,7 +30,9 @@ class BegunUpload:
 
 
 class UploadSource:
-    """One shard's file, held open and checked by `with`. Pieces may be read by several threads at once.
+    """One shard's file during its upload: every byte is compared with the saved checksums before it is sent.
+
+    `with` checks its size and footer, and closes it. Several threads may read pieces at once.
 
     Raises:
         ObjectCorrupt: the file's size or footer differs from the saved one. StoreError
@@ -107,7 +109,7 @@ class UploadSource:
             self.read(offset, memory[: min(step, self.size_bytes - offset)])
 
     def piece_bytes(self, least: int) -> int:
-        """The smallest size of pieces, at least `least` bytes, that begin where blocks do."""
+        """The smallest piece size of at least `least` bytes that is a multiple of the block size."""
         block = self._table.block_bytes
         return max(1, -(-least // block)) * block
 

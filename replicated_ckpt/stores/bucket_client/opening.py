@@ -20,8 +20,9 @@ _S3_SCHEMES = ("s3", "s3a")
 def open_client(target: ObjectTarget, part_bytes: int = PART_BYTES) -> ObjectClient:
     """A client for a bucket. It sends no request yet. `part_bytes`: the least size of the parts of an upload to S3.
 
-    S3 uses botocore, a dependency of s3fs, if it supports all options: it takes fewer copies and less CPU time than s3fs
-    (docs/measurements.md has the figures). A directory uses system calls, without options. Anything else uses fsspec.
+    For S3 this is our client over botocore, a dependency of s3fs, if it supports all options. It makes fewer copies and
+    takes less CPU time than s3fs (docs/measurements.md). A directory needs only system calls, and ignores options. Anything
+    else uses fsspec.
     Values from fsspec's configuration files apply where no option is given.
 
     Raises:
@@ -51,20 +52,20 @@ def _read_configuration(scheme: str) -> dict[str, Any]:
 
 
 TRIED_NAME = ".conditional-writes"
-"""Object below the prefix that has the outcome. While it is there, no agent tries again."""
+"""Object below the prefix with the outcome of the trial. While it exists, no agent tries again."""
 WRITERS = 8
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How many of `writers` at once created one object (If-None-Match), and how many then replaced it (If-Match)."""
+    """How many of `writers` concurrent writers created an object (If-None-Match), and how many replaced it (If-Match)."""
 
     writers: int
     created: int
     replaced: int
 
     def describe_weakness(self, url: str) -> str:
-        """What is at risk if several writers succeeded; else ""."""
+        """The text of a warning if several writers succeeded; else ""."""
         if max(self.created, self.replaced) <= 1:
             return ""
         return (
@@ -75,7 +76,7 @@ class Trial:
         )
 
     def keep(self, client: ObjectClient) -> None:
-        """Puts the outcome into the bucket: `try_conditions` then tries no more. Raises StoreError."""
+        """Writes the outcome to the bucket, so that `try_conditions` does not try again. Raises StoreError."""
         client.put(TRIED_NAME, json.dumps(asdict(self)).encode())
 
 
@@ -96,7 +97,7 @@ def try_conditions(client: ObjectClient) -> Trial | None:
     else:
         return None
     try:
-        # Opens the connections, so that the writers' requests come at one time; and shows whether checksums are taken.
+        # First opens the connections, so that the conditional writes arrive together. Also shows whether checksums work.
         FanOut.run(range(WRITERS), lambda _: client.put(plain, b"")).raise_first()
         created = _count_winners(client, key, "")
         return Trial(WRITERS, created, _count_winners(client, key, client.version(key)))
@@ -105,7 +106,7 @@ def try_conditions(client: ObjectClient) -> Trial | None:
 
 
 def _count_winners(client: ObjectClient, key: str, version: str) -> int:
-    """How many of WRITERS wrote over the version. Raises StoreError: none did, and one got an error."""
+    """How many of WRITERS replaced the version. Raises StoreError: none did, and one got an error."""
 
     def write(number: int) -> bool:
         # No two writes have the same bytes: an ETag is often their hash, and would show the old version again.
@@ -113,7 +114,7 @@ def _count_winners(client: ObjectClient, key: str, version: str) -> int:
 
     outcome = FanOut.run(range(WRITERS), write)
     winners = sum(outcome.results.values())
-    # A server may answer a loser by an error, such as 503: it has not written.
+    # A server may answer a writer that lost with an error, such as 503. That writer has not written.
     if not winners:
         outcome.raise_first()
     return winners

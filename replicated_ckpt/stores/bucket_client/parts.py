@@ -18,7 +18,7 @@ from replicated_ckpt.stores.threads import FanOut
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
 COPY_PART_BYTES = 512 << 20
-"""Of a copy inside the bucket; S3 copies up to 5 GiB in one request, which can take longer than a time-out."""
+"""Size of the parts of a copy inside the bucket. S3 copies up to 5 GiB in one request, but not always in time."""
 
 
 class MultipartClient(Protocol):
@@ -74,7 +74,7 @@ class MultipartUpload:
                 self._client.s3.complete_multipart_upload(
                     **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
                 )
-        # The upload may be complete, or still be there: the note stays, and the next try asks.
+        # The upload may be complete, or still be there: the note stays, and the next try finds out.
         except (StoreUnavailable, StoreDenied):
             raise
         except StoreError:  # the server refuses parts that it lists itself: without the note the next try begins anew
@@ -125,7 +125,7 @@ class MultipartUpload:
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
         note |= {"file": [self._source.size_bytes, self._source.crc32c], "has_checksums": self._client.has_checksums}
         self._source.begun.note = note
-        # Durable before the first part: after a crash nobody else could find and end this upload.
+        # Durable before the first part: after a crash only the note leads to the parts that were sent.
         self._source.begun.keep()
 
     def _resume(self) -> bool:
@@ -140,7 +140,7 @@ class MultipartUpload:
             # S3 refuses to mix parts with and without checksums.
             self._client.has_checksums = bool(note["has_checksums"])
             self._upload_id = str(note["upload_id"])
-        # The note is a file of the agent: damaged, or of another version.
+        # The note comes from a file, which may be damaged or of another version.
         except (KeyError, TypeError):
             return False
         try:

@@ -49,16 +49,16 @@ class Room:
 
 
 def find_free_bytes(path: Path) -> int:
-    """What a user without privileges may still write on the file system of a path. Raises: OSError
+    """Bytes that a user without privileges may still write on the file system of a path. Raises: OSError
 
-    A ramfs, or a tmpfs of `size=0`, has no limit and reports only zeros: that does not mean full.
+    A ramfs, or a tmpfs of `size=0`, reports only zeros. It is not full: it has no limit.
     """
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED_BYTES
 
 
 def find_write_error(directory: Path, size_bytes: int = _TRIED_BYTES) -> OSError | None:
-    """The error of writing a file in a directory now; None: none, or it cannot be tried. It leaves no file."""
+    """Tries to write a file in a directory; returns the error. None: it worked, or cannot be tried. No file is left."""
     try:
         # Tried, not computed: statvfs shows neither quotas nor used-up inodes.
         with closing_fd(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)) as fd:

@@ -80,7 +80,7 @@ class Inspector:
         except StoreError as exc:
             if not is_unreadable(exc):
                 raise
-            # The disk has lost the directory itself: report it as damaged, and go on with the others.
+            # The disk has lost the directory itself: it is damaged, and the others are still inspected.
             self.unclaimed.append(UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True))
             path = str(self._store.root / checkpoint_id)
             what = "", MANIFEST_NAME, path, Problem.CORRUPT, "a directory", exc.detail
@@ -134,7 +134,7 @@ class Inspector:
         )
 
     def _of_unclaimed_files(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
-        """Findings of a directory without a valid manifest; none for stock torch's, which never has one."""
+        """Findings of a directory without a valid manifest. A checkpoint of stock torch, which has none, gives none."""
         claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
         unclaimed = read_unclaimed_files(directory, self._node_id, tell_crc, self._holds, claimed)
         if unclaimed is None:

@@ -169,7 +169,7 @@ class FileSink:
                 failpoints.reach("store.shard-named")
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
-            os.close(self._fd)  # only now: after an error `discard` compares it with the file of that name
+            os.close(self._fd)  # only now: after an error `discard` compares this file with the one of that name
             self._fd = -1
 
     def _is_own(self) -> bool:
@@ -180,13 +180,13 @@ class FileSink:
             return False
 
     def discard(self) -> None:
-        """As every sink. A file that cannot be removed now is removed with its save."""
+        """As for every sink. A file that cannot be removed now is removed with its save."""
         if self._fd < 0:
             return
         try:
             if self._is_own():
                 self._part.unlink(missing_ok=True)
-        except OSError as exc:  # must not hide the error that it is discarded for
+        except OSError as exc:  # must not hide the error that led to this
             log.warning("%s is not removed now: %s", self._part, exc)
         os.close(self._fd)
         self._fd = -1
@@ -257,7 +257,8 @@ def link_shard(
 ) -> None:
     """Makes the staged `path` a hard link to the file of a committed shard. If `durable`, it survives a power loss.
 
-    `is_bad`: whether damage was found in this file.
+    If either save is removed, the other keeps its bytes: no committed file is written in place, and no file with two names
+    is recycled. `is_bad`: whether damage was found in this file.
 
     Raises:
         ObjectMissing: the shard is not here, or was removed. ObjectCorrupt: it is damaged, or has other bytes.
@@ -265,7 +266,7 @@ def link_shard(
     """
     root, label = str(catalog.root), f"{source.checkpoint_id}/{source.name}"
     with translate_errors(root, "link", label):
-        # No version is removed meanwhile: a file that was moved to the recycled ones may be written over.
+        # No version is removed meanwhile: the file of a removed one may be recycled, and so overwritten.
         with exclusive(catalog.root / STAGING_DIR):
             entry = catalog.manifest_of(source.checkpoint_id, source.save_id).shards.get(source.name)
             if entry is None or (entry.size_bytes, entry.crc32c) != (source.size_bytes, source.crc32c):

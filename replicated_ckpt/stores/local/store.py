@@ -176,12 +176,12 @@ class LocalStore:
             make_directories(staging.parent, self.root)
             asked = "" if replaces is None or not replaces_other_runs else replaces.save_id
             intent = replace(intent, replaces=asked)
-            # Else it is a repeated opening, and the old intent has the nodes.
+            # Otherwise this opens the save again, and the old intent has the nodes.
             if intent.nodes or not self.intent_of(intent.save_id).nodes:
                 write_with_room(self.root, self.intent_path(intent.save_id), intent.encode(), is_name_flushed=False)
             failpoints.reach("store.intent-written")
             make_directory(staging)
-            # One fsync for intent and directory: either one alone is empty, and is removed.
+            # One fsync for intent and directory: after a power loss either one alone is an empty save, and is removed.
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
 
@@ -202,7 +202,7 @@ class LocalStore:
         return frozenset(shard.index for shard in shards if shard is not None)
 
     def note_place(self, save_id: str, lineage: str, sequence: int) -> None:
-        """Notes the place of an open save in its lineage. Does nothing for a save that has ended. Raises: StoreError"""
+        """Records the place of an open save in its lineage. Does nothing if the save has ended. Raises: StoreError"""
         path = self.intent_path(save_id)
         with translate_errors(str(self.root), "write", path.name), contextlib.suppress(FileNotFoundError):
             try_with_room(self.root, partial(note_place, path, lineage, sequence))
@@ -279,7 +279,7 @@ class LocalStore:
                 manifest = read_decision(staging, save_id)
                 if self._decided != save_id:  # its writer may have been killed before its fsync
                     fsync_directory(staging)
-                name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
+                name = intent.checkpoint_id or manifest.checkpoint_id  # the new name, if a user renamed the checkpoint
                 self._prepare(name, manifest, intent)
             failpoints.reach("commit.checked")
             publish(self.final(name), staging, manifest)
@@ -342,7 +342,10 @@ class LocalStore:
         return directory / name if is_left else own
 
     def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:
-        """Removes a replaced version; False if a load reads it. The caller must have seen the newer save whole."""
+        """Removes a replaced version; False if a load reads it, or it is no longer replaced.
+
+        The caller must have seen the newer save whole.
+        """
         with translate_errors(str(self.root), "remove", checkpoint_id), exclusive(self.root / STAGING_DIR):
             if self.catalog.is_published(checkpoint_id, save_id) or self.is_staged(save_id):
                 return False  # it was published again, or a crash interrupted its publication
@@ -367,7 +370,7 @@ class LocalStore:
                             (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
     def compact_journal(self) -> None:
-        """Bounds the file of the journal. Raises: StoreError"""
+        """Bounds the size of the journal's file. Raises: StoreError"""
         with exclusive(self.root / STAGING_DIR):  # ranks append under this lock: a rewrite would lose their lines
             self.journal.compact()
 
@@ -409,13 +412,13 @@ class LocalStore:
                 self._discard(save_id, why)
 
     def note_end(self, save_id: str, end: End, why: str) -> None:
-        """Notes in the journal that a save has ended here. On an error it only logs: other nodes wait for more answers."""
+        """Records in the journal that a save has ended here. An error is only logged: other nodes then wait longer."""
         try:
             self.agent_directory()
             self.journal.append_end(save_id, end, why, is_flushed=end is not End.DROPPED)
         except StoreError as exc:
             log.warning(
-                "a part of save %s on other nodes is deleted once all others answer, or by hand, as %s", save_id, exc
+                "a part of save %s stays on other nodes until all answer, or until you delete it: %s", save_id, exc
             )
 
     def _discard(self, save_id: str, why: str = "") -> None:
@@ -427,7 +430,7 @@ class LocalStore:
             was_staged and bool(intent.checkpoint_id) and is_link_of_staged(self.final(intent.checkpoint_id), staging)
         )
         is_own = intent.coordinator == self.read_node_id() and not is_there(staging / MANIFEST_NAME)
-        if is_there(staging / MANIFEST_NAME):  # first, and durably: a decision without its shards would be committed
+        if is_there(staging / MANIFEST_NAME):  # first, and durably: else a crash could leave it without its shards
             (staging / MANIFEST_NAME).unlink()
             fsync_directory(staging)
         failpoints.reach("abort.undecided")
@@ -435,12 +438,12 @@ class LocalStore:
         if is_broken_off:
             remove_unread(self.catalog, intent.checkpoint_id, save_id)
         if (was_staged or is_own) and self._is_nowhere(save_id, was_staged=was_staged):
-            # Before the intent is removed: after a crash in between, the next start finds the intent and notes it.
+            # Before the intent is removed: after a crash in between, the next start finds the intent, and records the end.
             self.note_end(save_id, End.ABORTED if is_own else End.DROPPED, why)
         self._forget(save_id)
 
     def _is_nowhere(self, save_id: str, *, was_staged: bool) -> bool:
-        """Whether the save is certainly not published here. A damaged manifest may belong to one that is not staged."""
+        """Whether the save is certainly not published here. A damaged manifest may be of a save that is not staged."""
         is_sure = was_staged or not any(self.catalog.with_invalid_manifest())
         return is_sure and self.catalog.checkpoint_of(save_id) is None
 

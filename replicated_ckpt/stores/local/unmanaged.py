@@ -106,7 +106,7 @@ class UnmanagedDirectory:
 
 
 def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:
-    """CRC32C of a file, or of its beginning and its end, where the containers of items have the CRC32 of their data."""
+    """CRC32C of a file, or of its beginning and end: there the containers of items have the CRC32 of their data."""
     if is_whole or size_bytes <= 2 * _PRINT_BYTES:
         return hash_open_file(fd)[1]
     crc, piece = 0, memoryview(bytearray(_PRINT_BYTES))
@@ -191,7 +191,7 @@ class UnmanagedShard(VerifiedShard):
 
 
 class UnmanagedFileShard(OpenFile, UnmanagedShard):
-    """On this node's disk."""
+    """An unmanaged shard on this node's disk."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class UnmanagedFileShard(OpenFile, UnmanagedShard):
 
 
 class UnmanagedPeerShard(UnmanagedShard):
-    """On a peer's disk, through its agent, which refuses a file of another size. It closes the client."""
+    """An unmanaged shard on a peer's disk. The peer's agent refuses a file of another size. `close` closes the client."""
 
     def __init__(
         self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: UncheckedItems
@@ -276,7 +276,7 @@ class UnmanagedInspector:
         try:
             footer = find_footer(fetch, size_bytes, end_of(items))
         except ItemDamaged as exc:
-            yield "a file that stays as it is", str(exc)
+            yield "a file that does not change", str(exc)
         if footer.table is not None:
             found = self._twice(partial(check_blocks, fetch, footer.table))
             if found is not None:

@@ -9,8 +9,8 @@ Invariants, with the code that keeps each:
   a changed plan, does not share (`dcp.load.sharing`).
 - S3: A rank takes and fetches pieces in one order. Earlier pieces get memory first (`core.reading.windows.in_order`).
 - S4: A rank has three reasons to wait. A taker waits for a piece. A fetcher waits for a slot until all takers have passed
-  the piece four before. At its end, an owner waits until its takers have opened its cache, each taker's first step.
-- S5: Only its owner writes a cache. It records there when it ends, fails or shares nothing. If the owner dies, the file's
+  the piece four before. At its end, an owner waits until its takers have opened its cache: each taker opens it first.
+- S5: Only its owner writes a cache. The owner records there when it ends, fails or shares nothing. If it dies, the file's
   lock is released (`Exchange.leave`, `OtherRankCache.is_locked`).
 - S6: A taker checks the CRC32C and the number of its own copy, so the bytes are safe even if a wait is aborted
   (`OtherRankCache.copy`).
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 5.0
 QUIET_S = 1.0
-"""Age up to which a pulse counts as fresh: a slow process, or one that waits for a processor, pulses as often."""
+"""Age up to which a pulse counts as fresh. Even a slow process, or one that waits for a processor, pulses as often."""
 _STEP_MAX_S = 0.1
 _POLL_S = 0.0005
 _POLL_MAX_S = 0.01
@@ -64,7 +64,7 @@ class StallTimeout:
 
 
 class Wait:
-    """One wait of one thread. A step of more than _STEP_MAX_S counts as that: this process itself may have been stopped."""
+    """One wait of one thread. A longer step counts as _STEP_MAX_S, because this process itself may have been stopped."""
 
     def __init__(self, timeout: StallTimeout) -> None:
         self._timeout = timeout
@@ -72,14 +72,14 @@ class Wait:
         self._quiet_s = 0.0
 
     def find_lost(self, caches: Mapping[int, OtherRankCache]) -> list[int]:
-        """The ranks that no rank needs to wait for any longer: dead, or silent for too long."""
+        """The ranks that this rank must no longer wait for: they are dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now
         age_by_rank = {rank: _age_s(cache, now) for rank, cache in caches.items()}
         quiet = [rank for rank, age_s in age_by_rank.items() if age_s >= QUIET_S]
         self._quiet_s = self._quiet_s + step_s if quiet else 0.0
-        has_waited = self._quiet_s > QUIET_S  # all may have been stopped together, and the others about to continue
+        has_waited = self._quiet_s > QUIET_S  # all may have been stopped together, and the others are about to continue
         is_over = self._timeout.is_over
         silent = {rank for rank in quiet if is_over or (has_waited and age_by_rank[rank] >= STALL_TIMEOUT_S)}
         dead = {rank for rank in quiet if not caches[rank].is_locked()}
@@ -89,7 +89,7 @@ class Wait:
 
 
 def _age_s(cache: OtherRankCache, now: float) -> float:
-    """The age of its owner's last pulse. A pulse in the future comes from another host's clock, and is ignored."""
+    """Seconds since the last pulse of the cache's owner. A pulse in the future is of another host's clock: infinite."""
     age_s = now - cache.board.pulse_ns / 1e9
     return age_s if age_s >= 0 else math.inf
 
@@ -154,7 +154,7 @@ class Exchange:
         return unit.fetcher == self._rank
 
     def number_of(self, unit: Unit) -> int:
-        """Its number in the cache of its fetcher."""
+        """The number of the unit's piece in the cache of its fetcher."""
         return self._number_by_window[unit.window]
 
     # Giving --------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Exchange:
         if unit.fetcher in self._lost:
             return Found.NEVER
         board, number = self._others[unit.fetcher].board, self.number_of(unit)
-        # Read before the entry, as it is written after it: else a piece could seem lost that has just come.
+        # Read before the entry, since the owner writes it after the entry: else a new piece could seem lost.
         is_over = board.has_left or board.count_passed(unit.fetcher) > number
         there = board.entry(number)[0]
         if there == number:
@@ -220,7 +220,7 @@ class Exchange:
         number = self.number_of(unit)
         piece = self._others[unit.fetcher].copy(number, self._memory) if found is Found.THERE else None
         with self._lock:
-            # Another thread may have given the fetcher up: its OVER must not be lowered.
+            # Another thread may have stopped waiting for the fetcher: the OVER that it recorded must stay.
             if unit.fetcher not in self._lost:
                 self._cache.board.pass_pieces(unit.fetcher, number + 1)
         return piece
@@ -232,7 +232,7 @@ class Exchange:
         self._cache.board.pulse(time.monotonic_ns())
 
     def _wait_for(self, ranks: Sequence[int], wait: Wait) -> None:
-        """Looks once at the awaited ranks. Copies their pulses: a waiting rank must not look more alive than they are."""
+        """Looks once at the awaited ranks. Copies their pulses: this rank must not look more alive than they are."""
         caches = {rank: self._others[rank] for rank in ranks}
         for rank in wait.find_lost(caches):
             self.stop_waiting_for(rank)

@@ -61,7 +61,7 @@ class Written:
 
 
 class Output(abc.ABC):
-    """A file, or a directory of files, that appears atomically by `publish`. Leaving the block without it removes all.
+    """A file, or a directory of files, that appears atomically by `publish`. Leaving `with` before that removes all files.
 
     If the store has no atomic rename, the files appear one by one, in the order of their creation.
     """
@@ -210,8 +210,8 @@ class LocalOutput(Output):
         try:
             with translate_errors(str(self._path.parent), "write", self._part.name):
                 self._take_part()
-                for stale_save in self._part.iterdir():
-                    stale_save.unlink()
+                for left in self._part.iterdir():
+                    left.unlink()
         except BaseException:
             self._close()
             raise
@@ -224,7 +224,7 @@ class LocalOutput(Output):
                 os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             )
             status = os.fstat(self._lock.fd)
-            if status.st_uid != os.geteuid():  # its owner could put other bytes there, once they were verified
+            if status.st_uid != os.geteuid():  # its owner could put other bytes there after the verification
                 raise ConfigInvalid(f"{self._part} belongs to another user.", "Remove it, or name another path.")
             # Another process may have renamed or removed the directory between open and lock.
             is_ours = self._lock.try_take() and os.path.samestat(self._part.stat(), status)

@@ -55,9 +55,7 @@ _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
 
 @contextlib.contextmanager
 def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
-    """For a block that parses another process's message. `what` is the start of the error text, such as "node b
-    answered wrongly".
-    """
+    """For a block that parses another process's message. `what` begins the error text: "node b answered wrongly"."""
     try:
         yield
     except _PROBLEMS + others as exc:
@@ -73,16 +71,16 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
     try:
         answer = json.loads(raw)
     except (ValueError, RecursionError) as exc:
-        raise PeerProtocolError(f"{what}, but sent no JSON: {raw[:80]!r}.") from exc
+        raise PeerProtocolError(f"{what} without JSON: {raw[:80]!r}.") from exc
     if not isinstance(answer, dict):
-        raise PeerProtocolError(f"{what} with {type(answer).__name__}.")
+        raise PeerProtocolError(f"{what} with JSON of the type {type(answer).__name__}.")
     return answer
 
 
 def refusal(
     status: int, raw: bytes, peer: str, method: str, path: str, wrong_token_hint: str | None = None
 ) -> ReplicatedCkptError:
-    """The error that an agent answered to a request, with its class, message and hint.
+    """The error with which an agent answered a request: its class, message and hint.
 
     `wrong_token_hint`: the hint for an unknown token, which means that another agent listens at the address.
     """
@@ -94,7 +92,7 @@ def refusal(
     hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     if status == HTTPStatus.UNAUTHORIZED:
         hint = wrong_token_hint or hint
-    # Only classes of this status: the class name in the answer is a peer's text.
+    # Only classes of this status: the class name in the answer is text from a peer.
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))
     kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
     if issubclass(kind, StoreError):
@@ -160,7 +158,7 @@ _STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
 
 
 def describe_release(said: object) -> str:
-    """The release that a process announces, in words; "" if it has this protocol."""
+    """The release that a process announced, in words; "" if it has this protocol."""
     protocol, _, version = one_line(str(said or ""), _VERSION_CHARS).partition(" ")
     if protocol == str(PROTOCOL):
         return ""

@@ -1,4 +1,4 @@
-"""Hints for an agent that cannot be reached, and the deadline of an exchange with one."""
+"""Hints for an agent that cannot be reached, and the time limit of requests to an agent."""
 
 import errno
 import http.client

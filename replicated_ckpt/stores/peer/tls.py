@@ -86,7 +86,7 @@ def fingerprint(certificate: str) -> str:
 
 
 def pin_name(sha256: str) -> str:
-    """The server name in a client's handshake, from the expected fingerprint: an agent can present an older certificate."""
+    """The server name that a client sends: the expected fingerprint, by which an agent can choose an older certificate."""
     return f"{sha256[:32]}.{sha256[32:]}"  # a label of a DNS name has at most 63 characters
 
 

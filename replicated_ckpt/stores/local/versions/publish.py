@@ -1,7 +1,8 @@
-"""Publishing: a decided save gets its checkpoint's name. `.manifest.json` points to a version; `.metadata` for stock torch.
+"""Publishing: a decided save gets its checkpoint's name, if its order and the files of that name allow it.
 
-No directory is renamed. The shards of a save have unique names, so they are linked beside those of the published version.
-Two renames of small files complete the publication. After an interruption it starts again from the beginning.
+`.manifest.json` shows which version is published; stock torch reads only `.metadata`. No directory is renamed. The shards
+of a save have unique names, so they are linked beside those of the published version. Two renames of small files complete
+the publication. After an interruption it starts again from the beginning.
 """
 
 import contextlib
@@ -174,7 +175,7 @@ def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
 def _keep_published(directory: Path, save_id: str) -> None:
     """Gives manifest and metadata of the published version the names of a replaced version."""
     kept = directory / version_metadata_name(save_id)
-    if not is_there(kept):  # it exists after a power loss: then `.metadata` may be the new version's already
+    if not is_there(kept):  # if it exists after a power loss, `.metadata` may be the new version's already
         with contextlib.suppress(FileNotFoundError):  # its metadata was lost before
             name_small_file(directory / METADATA_NAME, kept)
     # A link, no copy: readers lock this very file. Without hard links no version is published for an instant.
@@ -288,8 +289,8 @@ def check_decidable(root: Path, intent: Intent) -> None:
 def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_way: bool = False) -> None:
     """Refuses to replace a checkpoint without overwrite, and an id that cannot be a directory of the root.
 
-    A directory without files of a checkpoint may be used; other files in it stay. `gives_way`: an existing checkpoint is
-    no reason to refuse, since the order decides.
+    A directory without files of a checkpoint may be used; other files in it stay. `gives_way`: an existing checkpoint
+    may be replaced, as `check_order` decides.
 
     Raises:
         CheckpointExists, ConfigInvalid

@@ -53,9 +53,11 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 def is_open_elsewhere(fd: int) -> bool:
     """Whether any other process has the file behind `fd`, open for writing, open or mapped; True if that is unknown.
 
-    The kernel grants a write lease only on a file that nothing else has open. The lease is ended at once. An open of the
-    file meanwhile waits for that, and the kernel signals this process: by SIGURG, which is ignored by default, as the
-    usual SIGIO would kill it. Source: Linux fcntl(2), F_SETLEASE; `check_conflicting_open` in fs/locks.c.
+    The kernel grants a write lease only on a file that nothing else has open. The lease is ended at once. If another
+    process opens the file meanwhile, it waits, and the kernel signals this process. The signal is SIGURG, which is ignored
+    by default: the usual SIGIO would kill the process.
+
+    Source: Linux fcntl(2), F_SETLEASE; `check_conflicting_open` in fs/locks.c.
     """
     return not _is_leased(fd) or not _sees_mappings(fd)
 
@@ -103,7 +105,7 @@ _SUFFIX = ".recycled"
 class RecycledFiles:
     """The pool of one store: at most one file for each shard name of one checkpoint. Safe for several processes at once.
 
-    A file that is linked elsewhere, another user's, or missing is not used: the save makes a new one.
+    If a file is missing, linked elsewhere or another user's, the save makes a new one.
     """
 
     def __init__(self, root: Path) -> None:
@@ -277,11 +279,14 @@ _SMALL_FILES_BYTES = 1 << 20
 _KEPT_BYTES = 128 << 10
 """Reserved bytes: enough for an agent's small files and first log lines at its start, and for a removal."""
 _KEPT_NAMES = (ROOM_NAME, f"{ROOM_NAME}.1")
-"""Two files, so two inodes: a small file is replaced by a new one beside it, and the log may be new."""
+"""Two files, for their inodes: an agent replaces a small file by a new one beside it, and may create its log."""
 
 
 def keep_room_to_start(root: Path) -> None:
-    """Reserves that room in files, if the disk has it. `make_room_to_start` removes them on a full disk."""
+    """Reserves room for the start of an agent, in files that `make_room_to_start` removes on a full disk.
+
+    Without an agent, no command could remove a checkpoint there.
+    """
     with contextlib.suppress(OSError):  # without the reserve everything works until the disk is full
         for name in _KEPT_NAMES:
             if not is_there(root / name):

@@ -47,7 +47,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     """Removes a committed save. Returns False, and changes nothing, if a load reads it, it is not here, or a user
     renamed it.
 
-    Also removes recycled files: a user who removes a checkpoint by hand wants the room.
+    Also removes recycled files: a user who removes a checkpoint by hand wants free space.
 
     At every instant, and after a crash at any instant, the checkpoint has all its files, or does not exist. Its open
     files stay readable. Users' files in its directory stay.
@@ -81,7 +81,8 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = Fa
 
 def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
     """Removes a version, published or replaced; False if a load reads it. The caller holds `exclusive`."""
-    finish_slimming(catalog, catalog.look(checkpoint_id))  # else the optimizer's files would stay, as of no version
+    # Else the optimizer's files would stay: no manifest names them.
+    finish_slimming(catalog, catalog.look(checkpoint_id))
     if not _mark_as_gone(catalog, checkpoint_id, save_id):
         return False
     finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)
@@ -139,7 +140,7 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
     looked = catalog.look(checkpoint_id)
     names = catalog.list_unclaimed(looked) if gone is None else catalog.list_only_of(looked, gone)
     if not looked.has_manifest and not set(looked.shards).difference(names, catalog.list_claimed(checkpoint_id)):
-        # with other shards, `.metadata` is of stock torch's save here since
+        # If other shards are here, `.metadata` belongs to a later save by stock torch.
         (directory / METADATA_NAME).unlink(missing_ok=True)
     if recycles:
         RecycledFiles(catalog.root).put_files(directory, names)
@@ -193,7 +194,7 @@ def slim(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = False
         full = catalog.find_manifest(checkpoint_id)
         if full is None or (full.checkpoint_id, full.save_id) != (checkpoint_id, save_id) or full.weights is None:
             return False
-        # A restart completes its publication with the manifest that is staged, the full one.
+        # Its publication is not complete: a restart would repeat it with the staged manifest, the full one.
         if is_directory(root / STAGING_DIR / save_id):
             return False
         with unread(directory / MANIFEST_NAME) as is_unread:
@@ -233,7 +234,7 @@ def finish_slimming(catalog: Catalog, looked: Looked, *, recycles: bool = False)
         RecycledFiles(catalog.root).put_files(directory, names)
     for name in names:
         (directory / name).unlink(missing_ok=True)
-    # The mark goes last: without it nothing removes files that a power loss brings back, to here from the pool, too.
+    # The mark goes last: a power loss can bring files back, here or from the pool, and only the mark leads to them.
     for changed in (directory, catalog.root / RECYCLED_DIR):
         if is_directory(changed):
             fsync_directory(changed)
