@@ -1,4 +1,7 @@
-"""One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
+"""One shard at several sources.
+
+Each range is read from the first source that has it intact, or block by block if no source has all of it.
+"""
 
 import time
 from collections import Counter
@@ -22,7 +25,7 @@ A source whose disk returns an error is tried last at once.
 
 @dataclass
 class Source:
-    """A node that may hold the shard, the expected shard, and a function that makes its reader. It opens nothing."""
+    """A node that may hold the shard, the shard's expected size and checksum, and a function that makes its reader."""
 
     node_id: str
     expected: Expected
@@ -62,7 +65,7 @@ class AnySource:
         self.last_node = ""
 
     def read(self, offset: int, length: int, memory: memoryview | None = None) -> memoryview | None:
-        """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
+        """Bytes [offset, offset + length) of the data, verified; None if one of their blocks is intact nowhere.
 
         If one source has them all, they lie in `memory`, which must have room for them. Without `memory` they lie in a
         buffer that the next read of this shard may reuse. `memory` never keeps unverified bytes: they become zeros.
@@ -114,7 +117,7 @@ class AnySource:
         return self._is_silent(source.node_id), self._good_reads[source.node_id] <= -BAD_READS_MAX
 
     def _assemble(self, offset: int, length: int) -> memoryview | None:
-        """The range, assembled from blocks of several sources; None if no source has one of its blocks intact."""
+        """The range, assembled from blocks of several sources; None if one of its blocks is intact nowhere."""
         block_bytes = next(iter(self._opened.values())).table.block_bytes if self._opened else 0
         # Within one block there is nothing to combine: every source has failed to deliver it.
         if block_bytes == 0 or offset // block_bytes == (offset + length - 1) // block_bytes:

@@ -94,7 +94,7 @@ class _SinkThread(threading.Thread):
         del self._tee  # a reference circle would keep the buffers until the garbage collector runs
 
     def _guard(self, action: Callable[[], object]) -> float:
-        """Seconds that the action took."""
+        """Runs the action, and records its error; returns the seconds that it took."""
         began = time.monotonic()
         try:
             action()
@@ -172,7 +172,7 @@ class Tee:
         return size
 
     def fill(self, size_bytes: int, read: Callable[[memoryview], object]) -> None:
-        """Appends `size_bytes` bytes: `read` is called with one part of a buffer after the other, and fills it."""
+        """Appends `size_bytes` bytes: `read` is called for one part of a buffer after the other, and fills it."""
         while size_bytes:
             room = self._room()[:size_bytes]
             read(room)
@@ -218,7 +218,7 @@ class Tee:
 
     def _hash_listed(self) -> None:
         self._list_gathered()
-        # The footer holds the checksums of the data, and is not part of what they cover.
+        # The footer holds the checksums, which do not cover the footer itself.
         if not self._is_hashed:
             for view in self._views:
                 self._hasher.update(view)

@@ -57,8 +57,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _OF_A_THREAD, _LOWEST = 5, 19
-"""Niceness that a thread gets in addition, and the highest niceness. Without autogroups, an agent's threads at niceness 10
-take a third of two busy cores (docs/measurements.md)."""
+"""Increase of a thread's niceness over its agent's, and the highest niceness. Without autogroups, an agent's threads at
+niceness 10 take a third of two busy cores (docs/measurements.md)."""
 _TRIES, _TRY_AGAIN_S = 100, 0.11
 """The kernel accepts one change in a tenth of a second from all unprivileged processes together."""
 
@@ -117,7 +117,7 @@ def translate_any(error: BaseException, store: str, op: str, key: str) -> Replic
 
 
 def forget_locals(error: BaseException) -> BaseException:
-    """Returns the error itself, to be stored: its traceback stays, and the local variables of its frames are released."""
+    """Releases the local variables in an error's traceback, so that the error can be stored; returns the error."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 
 BUSY_BYTES_PER_S = 256 << 20
-"""Pace of re-protection's copies while ranks of the node save, and from a load until their next save."""
+"""Pace of re-protection's copies while ranks of the node save, or a load has pinned a checkpoint here."""
 FETCHING_BYTES_PER_S = 16 << 20
 """Pace of these copies while ranks fetch a checkpoint from other nodes. The job waits for that, and it needs the same link
 and processors."""
 SUBMITTED_MIB_PER_S_MIN = 8
-"""Least pace of submitted shards. Four of them share it, and a buddy's socket times out after seconds without a piece."""
+"""Least pace of submitted shards. Four of them share it, and a buddy's socket times out after seconds without data."""
 LOOK_EVERY_S = 0.05
 
 
@@ -77,7 +77,7 @@ def copy_pace(
     is_busy: Callable[[], bool],
     is_fetching: Callable[[], bool],
 ) -> Pace:
-    """The pace of re-protection's copies: `mib_per_s`, or, with None, a limit only while the node is busy."""
+    """The pace of re-protection's copies: `mib_per_s`. With None there is a limit only while the node is busy."""
     if mib_per_s is not None:
         return Pace(mib_per_s * (1 << 20), stopping)
 

@@ -68,7 +68,7 @@ class BucketSave:
 
     @property
     def save_id(self) -> str:
-        """The save's id. For stock torch's checkpoint it is derived from name and size, alike for every reader."""
+        """The save's id. For one of stock torch, every reader derives the same id from name and size."""
         if self.mark is not None:
             return self.mark.save_id
         return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]
@@ -98,7 +98,7 @@ def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
     if there is None or there.mark is None or there.save_id in (manifest.save_id, manifest.replaces_in_bucket):
         return False
     if there.mark.lineage != manifest.lineage:
-        # Sequences of two lineages do not compare: the clock is all that is left.
+        # Sequences of two lineages cannot be compared: only the clocks are left.
         return there.mark.created_unix_s > manifest.created_unix_s
     return there.mark.version.is_newer_than(manifest.version)
 
@@ -182,7 +182,7 @@ class Bucket:
                 mark = read_mark(self.client, checkpoint_id, size)
         except ObjectMissing:
             return None
-        # Not torn: a newer version's checkpoint must not look damaged, or like stock torch's.
+        # A newer version's checkpoint must look neither damaged nor like one of stock torch.
         except ManifestVersionUnknown:
             is_ours, mark, problem = True, None, OF_NEWER_FORMAT
         except StoreDenied as exc:
@@ -332,7 +332,7 @@ class Bucket:
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
         if not prefix_of(manifest):
             self.check_place(manifest, self.save_of(manifest.checkpoint_id))
-        # Before the mark: a mark without its manifest would be a checkpoint that nobody can read.
+        # Before the mark: a mark without its manifest would be a checkpoint that cannot be read.
         self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
         failpoints.reach("upload.manifest-put")
         for _ in range(_COMMIT_TRIES):
@@ -441,7 +441,7 @@ def key_of(manifest: Manifest, name: str) -> str:
 
 
 def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
-    """The manifest of a save in the bucket. For stock torch's checkpoint it is made up: sizes, and no checksums.
+    """The manifest of a save in the bucket. For one of stock torch it is made here, with sizes and without checksums.
 
     Raises:
         ManifestInvalid, ObjectMissing, StoreError
@@ -470,7 +470,7 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
 
 
 class ObjectShard(VerifiedShard):
-    """Reads one shard from a bucket by verified ranges. One thread. The bucket's client is shared and stays open."""
+    """Reads one shard from a bucket by verified ranges. For one thread. The bucket's client is shared and stays open."""
 
     def __init__(self, bucket: Bucket, key: str, expected: Expected) -> None:
         self._bucket = bucket

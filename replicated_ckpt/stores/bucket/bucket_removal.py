@@ -129,9 +129,7 @@ def slim_in_bucket(bucket: Bucket, checkpoint_id: str, save_id: str) -> bool:
 
 
 def _mark(bucket: Bucket, there: BucketSave, full: Manifest, version: str) -> None:
-    """Replaces the mark of the full save by that of its weights. Their manifest is written first, under a name of its
-    own.
-    """
+    """Replaces the full save's mark by the slimmed save's. The manifest of that is written first, under its own name."""
     assert there.mark is not None
     assert full.weights is not None
     slim, key = full.slimmed(), f"{there.checkpoint_id}/{METADATA_NAME}"

@@ -31,10 +31,10 @@ class BucketInspector:
         self.newer: list[str] = []
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
-        for save in self.find_damage(checkpoint_id):
+        for save in self.list_saves(checkpoint_id):
             yield from self.inspect_save(save)
 
-    def find_damage(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
+    def list_saves(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
         """The committed saves of one checkpoint or of all. Their shards are not read."""
         if checkpoint_id is None:
             return self._bucket.saves()

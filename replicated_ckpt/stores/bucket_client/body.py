@@ -94,7 +94,7 @@ class BoundedSession:
 
 
 class _BoundedAnswer:
-    """urllib3's answer with a limit for `stream`. A shard's bytes are read by `read` and `readinto`, without it."""
+    """urllib3's answer with a limit for `stream`. A shard is read by `read` and `readinto`, without that limit."""
 
     def __init__(self, raw: Any, store: str) -> None:
         self._raw = raw
@@ -118,7 +118,7 @@ class _BoundedAnswer:
 def read_pages(
     ask: Callable[..., Mapping[str, Any]], store: str, names: Mapping[str, str], **first: Any
 ) -> Iterator[Mapping[str, Any]]:
-    """The pages of a listing. `names` maps each parameter of the next request to the field of a page with its value.
+    """The pages of a listing. `names` maps each parameter of the next request to the field of a page that has its value.
 
     Raises:
         StoreError: the listing has no end, or a page has no new marker. Also the errors of `ask`.

@@ -1,6 +1,4 @@
-"""The interface to a bucket that the object tier needs, for S3, directories and the back ends of fsspec; and the files
-that are uploaded through it.
-"""
+"""The interface to a bucket, with clients for S3, directories and the back ends of fsspec; and the source of an upload."""
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +135,7 @@ class ObjectClient(Protocol):
     """A bucket under one prefix; keys are relative to it. Safe for concurrent use by threads; not to be forked.
 
     All methods raise StoreDenied (credentials, permission, no such bucket), StoreUnavailable (no answer in time, throttled,
-    broken connection) and StoreError, with no secret in them; those that read also ObjectMissing.
+    broken connection) and StoreError, without any secret. Methods that read also raise ObjectMissing.
     """
 
     target: ObjectTarget

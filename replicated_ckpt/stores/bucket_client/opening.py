@@ -1,6 +1,4 @@
-"""The client of a bucket: its choice (our own for S3 and for a directory, fsspec for everything else), and the trial of a
-new bucket, whether its conditional writes exclude each other.
-"""
+"""Opens the client of a bucket, and tries whether the bucket's conditional writes exclude each other."""
 
 import importlib.util
 import json
@@ -22,8 +20,7 @@ def open_client(target: ObjectTarget, part_bytes: int = PART_BYTES) -> ObjectCli
 
     For S3 this is our client over botocore, a dependency of s3fs, if it supports all options. It makes fewer copies and
     takes less CPU time than s3fs (docs/measurements.md). A directory needs only system calls, and ignores options. Anything
-    else uses fsspec.
-    Values from fsspec's configuration files apply where no option is given.
+    else uses fsspec. Values from fsspec's configuration files apply where no option is given.
 
     Raises:
         ConfigInvalid: the package for this scheme is missing, or the options do not fit it.
@@ -109,7 +106,7 @@ def _count_winners(client: ObjectClient, key: str, version: str) -> int:
     """How many of WRITERS replaced the version. Raises StoreError: none did, and one got an error."""
 
     def write(number: int) -> bool:
-        # No two writes have the same bytes: an ETag is often their hash, and would show the old version again.
+        # Each write has other bytes: an ETag is often their hash, and equal bytes would show the old version again.
         return client.put_over(key, f"{version} {number}".encode(), version)
 
     outcome = FanOut.run(range(WRITERS), write)

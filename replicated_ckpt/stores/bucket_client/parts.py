@@ -115,7 +115,7 @@ class MultipartUpload:
                 **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
             )["ETag"]
         failpoints.reach("upload.part-sent")
-        # Completing needs the same checksum for each part as its upload had.
+        # To complete the upload, S3 needs the checksum of each part that was sent with one.
         stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}
         with self._lock:
             self._parts[number] = {"PartNumber": number, "ETag": etag, **stored}

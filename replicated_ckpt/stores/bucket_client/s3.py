@@ -151,7 +151,7 @@ class S3Client:
             answer = self.s3.get_object(Bucket=self.bucket, Key=self.prefix + key, Range=span)
             status = answer["ResponseMetadata"]["HTTPStatusCode"]
             with contextlib.closing(answer["Body"]) as body:
-                # Some servers ignore Range and answer 200 with the whole object: right only if that was asked for.
+                # Some servers ignore Range and answer 200 with the whole object: correct only if all of it was asked for.
                 if status != 206 and not (status == 200 and offset == 0 and answer["ContentLength"] == len(target)):
                     raise self._corrupt(key, f"asked for {span}, but the answer has status {status}")
                 done = 0

@@ -36,7 +36,7 @@ _VARIABLES: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     **dict.fromkeys(("az", "abfs", "abfss"), (_AZURE_CREDENTIALS, _AZURE_PLACES)),
 }
 """Option by variable, for each scheme: credentials, then places. Credentials are taken only if the user has passed none and
-no `anon`. Each place is taken on its own. If two variables set one option, the later one wins.
+no `anon`. Each place, such as an endpoint, is taken on its own. If two variables set one option, the later one wins.
 """
 _S3_CLIENT = {"AWS_DEFAULT_REGION": "region_name", "AWS_CA_BUNDLE": "verify"}
 """Option by variable, of the options that s3fs takes in `client_kwargs`."""

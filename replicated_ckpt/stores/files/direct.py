@@ -80,7 +80,7 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
         yield scratch[:count]
         if not is_direct:
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
-        elif count % PAGE_BYTES:  # the end is unaligned: read on buffered, as the file may have grown
+        elif count % PAGE_BYTES:  # an unaligned end: goes on without direct I/O, as the file may have grown
             is_direct = switch_direct_io(fd, on=False)
         offset += count
 

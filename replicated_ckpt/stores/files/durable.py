@@ -101,7 +101,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def flush_later(path: Path) -> Callable[[], None]:
-    """Opens a file now; the returned function fsyncs it later, under any name. It does nothing for a missing file."""
+    """Opens a file now; the returned function fsyncs it later, even if it was renamed. A missing file is ignored."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

@@ -66,7 +66,7 @@ def claim_root(root: Path) -> None:
     mounts.
     """
     if _is_open_and_empty(root):
-        with exclusive(root):  # another rank of this node may be ahead: the root is private by now, and used
+        with exclusive(root):  # another rank of this node may have made it private, and used it
             if _is_open_and_empty(root):
                 _close_to_others(root)
     check_root(root)

@@ -13,7 +13,7 @@ from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.wording import one_line
 
 _TRIED_BYTES = 4096
-_CANNOT_TELL = (errno.EOPNOTSUPP, errno.EISDIR)
+_CANNOT_TRY = (errno.EOPNOTSUPP, errno.EISDIR)
 """Errors of a file system without O_TMPFILE."""
 _WORDS_MAX = 200
 _UNLIMITED_BYTES = 1 << 62
@@ -64,5 +64,5 @@ def find_write_error(directory: Path, size_bytes: int = _TRIED_BYTES) -> OSError
         with closing_fd(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)) as fd:
             write_all(fd, bytes(size_bytes))
     except OSError as exc:
-        return None if exc.errno in _CANNOT_TELL else exc
+        return None if exc.errno in _CANNOT_TRY else exc
     return None

@@ -26,7 +26,7 @@ def note_memory_tier(store: LocalStore, tier: Path) -> None:
 
 
 def find_memory_tier(store: LocalStore) -> Path | None:
-    """The root of the last memory tier that ranks have used with this store; it may have been removed. None: none.
+    """The root of the last memory tier that ranks used with this store; it may have been removed. None: they used none.
 
     Raises:
         StoreDenied: another user can have written the record.

@@ -68,13 +68,13 @@ class FileSink:
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
-                # Another process may still write it: it continues in the unlinked file, and `publish` refuses it.
+                # Another process may still write to this file. It continues in the unlinked file, which `publish` refuses.
                 part.unlink(missing_ok=True)
                 taken = None if recycled is None else recycled.take_file(part, shard or path.name)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 fd = os.open(part, flags, 0o640) if taken is None else taken
             except FileNotFoundError as exc:  # the staging directory was removed: the save has ended
-                raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
+                raise SaveAborted(f"The save that {path} belongs to has ended.") from exc
             sink = cls(path, fd, recycled, is_recycled=taken is not None)
             try:
                 set_mode(fd, 0o640)  # whatever the umask: the directories decide who may read it
@@ -115,7 +115,7 @@ class FileSink:
         write_vector(self._fd, pieces)
 
     def _rest_of(self, pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-        """Writes whole pages by direct I/O. If bytes remain, they are unaligned: it ends direct I/O for this file."""
+        """Writes whole pages by direct I/O, and returns the rest. An unaligned rest ends direct I/O for this file."""
         done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
         if len(pieces) == 1 and done == len(pieces[0]):
             return ()
@@ -157,7 +157,7 @@ class FileSink:
         with translate_errors(str(self._path.parent), "rename", self._path.name):
             is_own = self._is_own()
             failpoints.reach("store.shard-fsynced")
-            # A shard of a process that was replaced must not get the name: its bytes may be old.
+            # If another process writes this shard anew, this file must not get the name: its bytes may be old.
             if not is_own:
                 raise SaveAborted(f"{self._path} was aborted, or another process writes it anew.")
             if self._is_recycled and self._recycled is not None:
@@ -186,7 +186,7 @@ class FileSink:
         try:
             if self._is_own():
                 self._part.unlink(missing_ok=True)
-        except OSError as exc:  # must not hide the error that led to this
+        except OSError as exc:  # must not hide the error that led to the discard
             log.warning("%s is not removed now: %s", self._part, exc)
         os.close(self._fd)
         self._fd = -1

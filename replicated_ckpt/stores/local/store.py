@@ -76,7 +76,7 @@ from replicated_ckpt.stores.local.versions.remove import (
 log = logging.getLogger(__name__)
 
 NO_NODE = "none"
-"""In place of the identity of a store that has none yet."""
+"""Stands for the identity of a store that has none yet."""
 
 
 class LocalStore:
@@ -126,7 +126,7 @@ class LocalStore:
         return path
 
     def check_claimable(self) -> None:
-        """Raises StoreDenied if `agent_directory` would, as another user can write the root. Makes nothing."""
+        """Raises StoreDenied if `agent_directory` would, because another user can write the root. Creates nothing."""
         with translate_errors(str(self.root), "look at", NODE_NAME):
             check_claimable(self.root)
 
@@ -156,7 +156,8 @@ class LocalStore:
     def begin(self, intent: Intent, *, replaces_other_runs: bool = True) -> None:
         """Opens a save: afterwards its staging directory exists. Until `commit` no reader finds the save.
 
-        `replaces_other_runs`: it may replace another lineage's checkpoint that has the id now. Only a user may ask for it.
+        `replaces_other_runs`: the save may replace a checkpoint of another lineage that has the id now. Only a user may ask
+        for that.
 
         Raises:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
@@ -221,7 +222,7 @@ class LocalStore:
         try:
             fd = open_plain(path)
         except FileNotFoundError as exc:
-            raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
+            raise SaveAborted(f"Save {save_id} is no longer open in {self.root}.") from exc
         lock = DescriptorLock(fd)
         lock.wait(path, shared=True)
         return lock
@@ -320,7 +321,7 @@ class LocalStore:
         (self.staging(save_id) / shard).rename(folder / f"{shard}.{uuid.uuid4().hex[:8]}")
         fsync_directory(folder)
         log.warning(
-            "%s of save %s was staged with different bytes than the save has: moved aside to %s", shard, save_id, folder
+            "%s of save %s was staged with bytes that differ from the save's: moved aside to %s", shard, save_id, folder
         )
 
     def is_published(self, save_id: str) -> bool:

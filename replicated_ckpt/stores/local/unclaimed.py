@@ -14,7 +14,7 @@ from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _KEPT_MAX = 4096
 Tell = Callable[[str, int], int | None]
-"""Returns the CRC32C of a file, given its name and descriptor, from its own contents; None: they have none."""
+"""Finds the CRC32C of a file, given its name and descriptor, in its own contents; None: it is not there."""
 Holds = Callable[[int, int], bool]
 
 

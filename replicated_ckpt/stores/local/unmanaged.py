@@ -146,7 +146,7 @@ class UnmanagedShard(VerifiedShard):
         super().__init__(store, name, expected)
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """The table of its footer; without a footer one block of unknown checksum."""
+        """The table in its footer. Without a footer: one block of unknown checksum."""
         size = expected.size_bytes
         self._footer = find_footer(
             lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked.end

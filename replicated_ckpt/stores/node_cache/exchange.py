@@ -58,13 +58,13 @@ class Pause:
 
 @dataclass
 class StallTimeout:
-    """Whether this process has once waited STALL_TIMEOUT_S in vain. If so, it drops a silent rank of this load at once."""
+    """Whether this process has once waited STALL_TIMEOUT_S in vain. If so, its later waits in this load take QUIET_S."""
 
     is_over: bool = False
 
 
 class Wait:
-    """One wait of one thread. A longer step counts as _STEP_MAX_S, because this process itself may have been stopped."""
+    """One wait of one thread. The time between two calls counts as at most _STEP_MAX_S: this process may be stopped."""
 
     def __init__(self, timeout: StallTimeout) -> None:
         self._timeout = timeout
@@ -160,7 +160,7 @@ class Exchange:
     # Giving --------------------------------------------------------------------------------------------------------
 
     def slot_awaits(self, number: int) -> list[int]:
-        """The ranks that still need the piece now in the slot of this rank's piece `number`."""
+        """The ranks that still need the older piece in the slot for this rank's piece `number`."""
         before = number - SLOTS
         takers = self._takers[before] if before >= 0 else ()
         return [taker for taker in takers if not self._has_passed(taker, before)]
@@ -192,7 +192,7 @@ class Exchange:
         return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:
-        """Marks an own piece as used by this rank. Once all takers have passed it, its slot is free."""
+        """Marks a piece in this rank's cache as used by this rank. Once all takers have passed it, its slot is free."""
         self._cache.board.pass_pieces(self._rank, self.number_of(unit) + 1)
 
     # Taking --------------------------------------------------------------------------------------------------------

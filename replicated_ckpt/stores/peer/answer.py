@@ -50,12 +50,12 @@ _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
     503: (StoreUnavailable,),
     507: (StoreFull,),
 }
-"""Error classes that a status may stand for. The agent names one; else it is the first."""
+"""Error classes that a status may stand for: the one that the agent names, or the first."""
 
 
 @contextlib.contextmanager
 def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
-    """For a block that parses another process's message. `what` begins the error text: "node b answered wrongly"."""
+    """Turns errors of a block that parses a message into a PeerProtocolError. `what` begins its text: "node b answered"."""
     try:
         yield
     except _PROBLEMS + others as exc:

@@ -248,9 +248,7 @@ class AgentClient:
             raise refusal(status, raw, self.address.label, method, path, wrong_token_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
-        """Called after a broken send: raises the error, such as a full disk, that the agent answered before it closed,
-        if any.
-        """
+        """Called after a broken send. If the agent answered with an error before it closed, raises that error."""
         try:
             response = self._connection.getresponse()
             self.raise_for(response.status, response.read(1 << 16), "PUT", path)

@@ -72,7 +72,7 @@ def send_message(connection: socket.socket, fields: Mapping[str, Any], descripto
     raw = json.dumps(fields).encode()
     head = _HEAD.pack(len(raw))
     if descriptors:
-        # With the head: descriptors need a byte to travel with, and so few bytes are sent in one piece.
+        # With the head: descriptors must accompany some bytes, and so few bytes are never split.
         socket.send_fds(connection, [head], list(descriptors))
     else:
         connection.sendall(head)

@@ -102,7 +102,7 @@ def _client_context() -> ssl.SSLContext:
 
 @functools.cache
 def _warn_of_plain_talk(label: str) -> None:
-    """Once for each peer in a process."""
+    """Warns once for each peer in a process."""
     log.warning("traffic to %s is not encrypted, as the package `cryptography` is missing here. %s", label, PLAIN_HINT)
 
 

@@ -182,7 +182,7 @@ class Catalog:
         """Valid manifests of all versions in one directory, the published one first."""
         return [*self._published(looked), *self.replaced_in(looked)]
 
-    def list_unbelieved(self, looked: Looked) -> list[str]:
+    def list_damaged_manifests(self, looked: Looked) -> list[str]:
         """Names of the damaged or missing manifests in a directory. The files of their versions are unknown.
 
         Manifests that only a newer version of the package reads are not among them.
@@ -207,7 +207,7 @@ class Catalog:
     def list_unclaimed(self, looked: Looked) -> list[str]:
         """Shard files in a directory that no manifest there names; empty if any manifest there cannot be read."""
         # An unreadable manifest may name any of the files: none of them may be removed as unclaimed.
-        if self.list_unbelieved(looked) or any(self.of_newer_format(looked.checkpoint_id)):
+        if self.list_damaged_manifests(looked) or any(self.of_newer_format(looked.checkpoint_id)):
             return []
         return sorted(set(looked.shards).difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
@@ -226,7 +226,11 @@ class Catalog:
         for manifest in self._published(looked):
             full = looked.size_of(version_metadata_name(manifest.save_id))
             # The full metadata has this second name until the files are removed. Other metadata there has the usual size.
-            if manifest.is_slim and full not in (None, manifest.metadata_bytes) and not self.list_unbelieved(looked):
+            if (
+                manifest.is_slim
+                and full not in (None, manifest.metadata_bytes)
+                and not self.list_damaged_manifests(looked)
+            ):
                 unclaimed = self.list_unclaimed(looked)
                 return manifest.save_id, [name for name in unclaimed if is_optimizer_of(name, manifest.shards)]
         return "", []
@@ -309,7 +313,7 @@ class Catalog:
         for looked in self.look_at_all():
             # Where a removal has begun, a missing manifest is no damage.
             is_missing = not (looked.has_manifest or looked.gone) and self._has_loose_shards(looked)
-            if is_missing or self.list_unbelieved(looked):
+            if is_missing or self.list_damaged_manifests(looked):
                 yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Intent:
     coordinator: str = ""
     replaces: str = ""
     announced: Announced = NOTHING_ANNOUNCED
-    """The files that peers may send for it."""
+    """Bounds on the files that peers may send for it."""
     ticket: str = field(default="", repr=False)
     """A secret of the save's nodes and ranks: it authorizes them to abort the save."""
     place: Version | None = None
@@ -86,7 +86,7 @@ class Intent:
 
     @classmethod
     def _read(cls, save_id: str, path: Path) -> "Intent":
-        """Raises OSError: it is there, and cannot be read."""
+        """As `read_intent`. Raises OSError: the file exists, and cannot be read."""
         try:
             first, *more = read_plain(path).splitlines()
             fields = json.loads(first)

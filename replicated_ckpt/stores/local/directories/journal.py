@@ -131,7 +131,7 @@ class Journal:
                 write_file(self._path, b"".join(lines), 0o600)
 
     def _append(self, save_id: str, end: End, why: str = "", *, is_flushed: bool) -> None:
-        """With the lock held."""
+        """Appends one line. The caller holds the lock."""
         with translate_errors(str(self._root), "write", f"{AGENT_DIR}/{NAME}"):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             with closing_fd(os.open(self._path, flags, 0o600)) as fd:
@@ -145,7 +145,7 @@ class Journal:
                 fsync_directory(self._path.parent)
 
     def _read_on(self) -> Mapping[str, Entry]:
-        """All entries, the oldest first: reads the lines appended since the last call. With the lock held.
+        """All entries, the oldest first: reads the lines appended since the last call. The caller holds the lock.
 
         A replaced file is read from its start. An unreadable file counts as empty: then nodes wait for more answers.
 

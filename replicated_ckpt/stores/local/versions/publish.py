@@ -95,7 +95,7 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
     if not left:
         return
     # The files may belong to the version of the damaged manifest: they must not be set aside.
-    if catalog.list_unbelieved(looked):
+    if catalog.list_damaged_manifests(looked):
         raise _names_taken(manifest, left, "a version with a damaged manifest")
     with open_directory(catalog.root, checkpoint_id) as directory:
         for name in left:
@@ -122,7 +122,7 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
         name_small_file(staging / METADATA_NAME, directory / own_metadata)
         name_small_file(staging / MANIFEST_NAME, directory / own)
         failpoints.reach("commit.described")
-        # After the manifest's own name: after a crash it shows whose these shards are.
+        # After the manifest, which shows after a crash which save these shards belong to.
         for shard in manifest.shards:
             _link_or_move(staging / shard, directory / shard)
         if before:

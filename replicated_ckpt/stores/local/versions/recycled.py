@@ -251,9 +251,9 @@ def _is_usable(path: Path) -> bool:
 
 
 def _open_if_free(part: Path) -> int | None:
-    """Descriptor of a plain file of this user and of a new file's group that is neither linked nor open elsewhere.
+    """Opens a file that may be overwritten; None for any other file.
 
-    None for any other file.
+    It must be a plain file of this user and of a new file's group, and be neither linked nor open elsewhere.
     """
     try:
         fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -276,9 +276,9 @@ def _group_in(directory: Path) -> int:
 
 
 _SMALL_FILES_BYTES = 1 << 20
-_KEPT_BYTES = 128 << 10
+_RESERVED_BYTES = 128 << 10
 """Reserved bytes: enough for an agent's small files and first log lines at its start, and for a removal."""
-_KEPT_NAMES = (ROOM_NAME, f"{ROOM_NAME}.1")
+_RESERVE_NAMES = (ROOM_NAME, f"{ROOM_NAME}.1")
 """Two files, for their inodes: an agent replaces a small file by a new one beside it, and may create its log."""
 
 
@@ -288,13 +288,13 @@ def keep_room_to_start(root: Path) -> None:
     Without an agent, no command could remove a checkpoint there.
     """
     with contextlib.suppress(OSError):  # without the reserve everything works until the disk is full
-        for name in _KEPT_NAMES:
+        for name in _RESERVE_NAMES:
             if not is_there(root / name):
-                _fill(root / name, _KEPT_BYTES // len(_KEPT_NAMES))
+                _fill(root / name, _RESERVED_BYTES // len(_RESERVE_NAMES))
 
 
 def _fill(path: Path, size_bytes: int) -> None:
-    """Raises OSError: the disk is full, and no file is left; or another process has just made the file."""
+    """Makes a file. Raises OSError: the disk is full, and no file is left; or another process has just made it."""
     with closing_fd(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd:
         try:
             # Random bytes: a file system that compresses would store zeros in no room at all.
@@ -313,7 +313,7 @@ def make_room_to_start(root: Path) -> None:
     if lacks_room_to_start(root):
         with translate_errors(str(root), "make room in", RECYCLED_DIR):
             RecycledFiles(root).drop()
-            for name in _KEPT_NAMES:
+            for name in _RESERVE_NAMES:
                 (root / name).unlink(missing_ok=True)
 
 
@@ -325,5 +325,5 @@ def lacks_room_to_start(root: Path) -> bool:
     with translate_errors(str(root), "measure", ""):
         if find_free_bytes(root) < _SMALL_FILES_BYTES:
             return True
-    error = find_write_error(root, _KEPT_BYTES)
+    error = find_write_error(root, _RESERVED_BYTES)
     return error is not None and is_full(error)

@@ -209,7 +209,7 @@ def slim(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = False
 
 
 def _describe(root: Path, full: Manifest) -> None:
-    """Durably gives the full metadata its second name, and the smaller one the first."""
+    """Durably gives the full metadata its second name, and the smaller metadata the usual one."""
     directory = root / full.checkpoint_id
     with open_committed_save(root, full.checkpoint_id, full.save_id) as (version, _):
         raw = version.raw_metadata(full)
