@@ -35,12 +35,14 @@ class Source:
 class AnySource:
     """Reads one shard from any source that has the bytes intact. For one thread; `close` closes the connections.
 
-    A source that cannot be opened or breaks is dropped. A source with a bad block still serves its other blocks: two
-    copies damaged in different places together are still whole. A source with mostly bad blocks is tried last. A source
-    with a damaged footer is used only if the others lack a block. It is then read with another source's footer, or with
-    one recomputed from all of its data. `on_bad` is called once for each source that fails. A source whose node `is_silent`
-    is tried after all others, opened or not, since it would cost a time-out. A source that is too slow is tried once more
-    after all of these, if none of them has the bytes.
+    `on_bad` is called once for each source that fails. The use of a source depends on its state:
+
+    - cannot be opened, or breaks: it is dropped;
+    - bad block: it serves its other blocks, so two copies damaged in different places are still whole together;
+    - mostly bad blocks: it is tried last;
+    - damaged footer: it is used if the others lack a block, with another source's footer or one recomputed from its data;
+    - its node `is_silent`: it is tried after all others, opened or not, since it would cost a time-out;
+    - too slow: it is tried once more after all others, if none of them has the bytes.
     """
 
     def __init__(

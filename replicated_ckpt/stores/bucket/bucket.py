@@ -1,8 +1,8 @@
 """Checkpoints in a bucket: committed ones, the shards of a save that have arrived, and the commit itself.
 
-<id>/__0_0.distcp ...            shards, and
-<id>/.manifest.json              the manifest, of a save that found the id free
-<id>/<save_id>/...               the same of a save that may replace another
+<id>/__0_0.distcp ...            shards of a save that found the id free
+<id>/.manifest.json              its manifest
+<id>/<save_id>/...               both, of a save that may replace another
 <id>/.metadata                   the commit mark, written last: it names one save
 <id>/.rejected.<save_id>         a user has "latest" skip that save
 """
@@ -68,7 +68,7 @@ class BucketSave:
 
     @property
     def save_id(self) -> str:
-        """The save's id. For one of stock torch, every reader derives the same id from name and size."""
+        """The save's id. For a save of stock torch, every reader derives the same id from name and size."""
         if self.mark is not None:
             return self.mark.save_id
         return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]
@@ -141,7 +141,7 @@ class Bucket:
     # Looking -----------------------------------------------------------------------------------------------------
 
     def saves(self, scope: str | None = None) -> tuple[BucketSave, ...]:
-        """Every committed checkpoint; with a `scope`, only those whose ids lie in that directory ("" for plain names).
+        """The committed checkpoints: all, or only those whose ids lie in the directory `scope` ("" for plain names).
 
         Sends one request for each directory and two for each checkpoint, many in parallel.
         """
@@ -441,7 +441,7 @@ def key_of(manifest: Manifest, name: str) -> str:
 
 
 def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
-    """The manifest of a save in the bucket. For one of stock torch it is made here, with sizes and without checksums.
+    """The manifest of a save in the bucket. For stock torch it is made here, with sizes and without checksums.
 
     Raises:
         ManifestInvalid, ObjectMissing, StoreError

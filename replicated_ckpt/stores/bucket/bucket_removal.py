@@ -129,7 +129,7 @@ def slim_in_bucket(bucket: Bucket, checkpoint_id: str, save_id: str) -> bool:
 
 
 def _mark(bucket: Bucket, there: BucketSave, full: Manifest, version: str) -> None:
-    """Replaces the full save's mark by the slimmed save's. The manifest of that is written first, under its own name."""
+    """Writes the slimmed save's manifest under its own name, then replaces the full save's mark by the slimmed save's."""
     assert there.mark is not None
     assert full.weights is not None
     slim, key = full.slimmed(), f"{there.checkpoint_id}/{METADATA_NAME}"

@@ -94,7 +94,7 @@ class UploadSource:
             position += len(block)
         rest = piece[position:]
         start = offset + position - table.data_bytes
-        # The footer is not covered by block checksums: compare it with the one that `open` checked.
+        # The footer is not covered by block checksums: compare it with the footer that `open` checked.
         if rest != self._footer[start : start + len(rest)]:
             return 0, "its footer differs from the one that was read first"
         return combine_crcs(total, crc32c(rest), len(rest)), ""
@@ -113,7 +113,7 @@ class UploadSource:
 
 
 PART_BYTES = 16 << 20
-"""Least size of the parts of an upload, in bytes, unless the agent has another one (`--upload-part-mib`)."""
+"""Default of the least part size of an upload, in bytes (`--upload-part-mib` of the agent)."""
 PARTS_PARALLEL = 4
 AWAY_HINT = "The nodes' copies are safe, and agents retry uploads. If it still fails, check the URL and the network."
 ARCHIVED = "InvalidObjectState"

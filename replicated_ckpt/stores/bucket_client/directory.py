@@ -133,7 +133,7 @@ class DirectoryClient:
 
     def _remove_empty(self, parts: list[str]) -> None:
         """Removes directories that a deleted object leaves empty; otherwise each look into the bucket would list them."""
-        with contextlib.suppress(OSError):  # one holds other objects, or another process has removed it
+        with contextlib.suppress(OSError):  # the directory holds other objects, or another process has removed it
             for depth in range(len(parts), 0, -1):
                 with self._open_parent("/".join(parts[:depth])) as (above, name):
                     os.rmdir(name, dir_fd=above)

@@ -59,7 +59,7 @@ class MultipartUpload:
         self._where = {"Bucket": client.bucket, "Key": client.prefix + key}
 
     def run(self) -> str:
-        """Uploads missing parts and completes the upload; returns the checksum of its parts' checksums, as S3 has it."""
+        """Uploads missing parts and completes the upload; returns S3's checksum of its parts' checksums."""
         count = -(-self._source.size_bytes // self._part_bytes)
         if not self._resume():
             self._create()

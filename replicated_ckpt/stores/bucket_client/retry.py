@@ -11,7 +11,7 @@ from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, P
 
 T = TypeVar("T")
 READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0
-"""No retry begins later than this after the first try: of a read, and of a listing while nodes are asked as well.
+"""Longest time from a first try to the last retry. LOOK_WITHIN_S is for listings while nodes are asked as well.
 
 A try that hangs takes the client's own time-out in addition.
 """

@@ -185,7 +185,7 @@ class FileLock(DescriptorLock):
 
 
 def holder_of(path: Path) -> int | None:
-    """The process that took the flock of a file; None: no process, or one that is not visible, as in another container.
+    """The process that took the flock of a file; None: no process did, or it is not visible, as in another container.
 
     Source: proc(5), /proc/locks. None also where a file's device differs from that of its locks, as on btrfs.
     """

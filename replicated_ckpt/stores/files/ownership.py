@@ -213,7 +213,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         links += 1
         if links > _LINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target = step.readlink()  # each step of a link's target can be replaced, too
+        target = step.readlink()  # each step of its target is checked, too: it can be replaced
         at = Path("/") if target.is_absolute() else at
         left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
@@ -264,7 +264,7 @@ def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
 
 
 def _is_group_trusted(status: os.stat_result) -> bool:
-    """Whether the group is the owner's private group (same number), or the one of REPLICATED_CKPT_GROUP.
+    """Whether the group is the owner's private group (same number), or the group of REPLICATED_CKPT_GROUP.
 
     For a directory of root, such as a volume with fsGroup, the private group of this user counts. Group 0 is never
     trusted: containers run processes of any user in it.
@@ -283,7 +283,7 @@ def _is_trusted() -> bool:
 
 
 def _owners_of_root(root: Path) -> set[int]:
-    """Users who may own a root: this user, and root if this user can write to it."""
+    """Users who may own a root: this user, and the user root if this user can write to it."""
     return {os.geteuid(), 0} if os.access(root, os.W_OK) else {os.geteuid()}
 
 

@@ -23,7 +23,7 @@ _UNLIMITED_BYTES = 1 << 62
 class Room:
     """The free space of the file system of a root. A user without privileges may still write `free_bytes`.
 
-    `write_error` is the reason why no file can be written there now, and "" if a file can be, or if this was not tried.
+    `write_error`: why no file can be written there now; "" if a file can be written, or this was not tried.
     """
 
     free_bytes: int

@@ -134,7 +134,7 @@ class Inspector:
         )
 
     def _of_unclaimed_files(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
-        """Findings of a directory without a valid manifest. Checkpoints of stock torch need none, and give no findings."""
+        """Findings of a directory without a valid manifest. A checkpoint of stock torch needs none: no findings."""
         claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
         unclaimed = read_unclaimed_files(directory, self._node_id, tell_crc, self._holds, claimed)
         if unclaimed is None:

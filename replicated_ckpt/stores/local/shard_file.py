@@ -266,7 +266,7 @@ def link_shard(
     """
     root, label = str(catalog.root), f"{source.checkpoint_id}/{source.name}"
     with translate_errors(root, "link", label):
-        # No version is removed meanwhile: the file of a removed one may be recycled, and so overwritten.
+        # Under this lock no version is removed: its file could be recycled, and overwritten.
         with exclusive(catalog.root / STAGING_DIR):
             entry = catalog.manifest_of(source.checkpoint_id, source.save_id).shards.get(source.name)
             if entry is None or (entry.size_bytes, entry.crc32c) != (source.size_bytes, source.crc32c):

@@ -187,7 +187,7 @@ class LocalStore:
         failpoints.reach("store.opened")
 
     def find_taken_numbers(self, checkpoint_id: str, save_id: str = "") -> frozenset[int] | None:
-        """The numbers in the file names of this checkpoint: of all versions here, and of staged saves.
+        """The numbers in this checkpoint's file names, in all versions here and in staged saves.
 
         None: another save than `save_id` is open and has no file here yet, so its number is unknown.
         """

@@ -46,7 +46,7 @@ class UnmanagedDirectory:
         self._prints: dict[tuple[str, str], tuple[_Signature, int]] = {}
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[UnmanagedHolding, ...]:
-        """The files of one such checkpoint, or of all. A file that vanishes meanwhile is left out."""
+        """The files of checkpoints without a manifest: of one or all. A file that vanishes meanwhile is left out."""
         names = [checkpoint_id] if checkpoint_id else list(Catalog(self.root).without_manifest())
         return tuple(holding for name in names for holding in self._holding(node_id, name))
 
@@ -100,7 +100,7 @@ class UnmanagedDirectory:
         return fd
 
     def read_raw(self, checkpoint_id: str, name: str, size_bytes: int) -> bytes:
-        """A small file of this size; otherwise as `open`."""
+        """Reads a small file of this size. Raises as `open`."""
         with os.fdopen(self.open(checkpoint_id, name, size_bytes), "rb") as file:
             return file.read(size_bytes)
 

@@ -62,7 +62,7 @@ class Board:
         self._words[_LEFT] = 1
 
     def count_passed(self, fetcher: int) -> int:
-        """How many of the first pieces of rank `fetcher`'s cache the owner no longer needs; -1: it has not opened that."""
+        """How many of the first pieces of rank `fetcher`'s cache the owner no longer needs; -1: it is not opened yet."""
         return int(self._words[self._passed + fetcher]) - 1
 
     def pass_pieces(self, fetcher: int, count: int) -> None:
@@ -98,7 +98,7 @@ class Board:
 
 
 def _check_of(number: int, piece: memoryview) -> int:
-    """A CRC32C that starts with the piece's number: in a torn entry the number may be another piece's."""
+    """A CRC32C that covers the piece's number, too: a torn entry may have another piece's number."""
     return crc32c(piece, number & 0xFFFFFFFF)
 
 
@@ -167,7 +167,7 @@ class RankCache:
         return self._shape.slot(self._map, number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the takers, and returns its memory in the slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the takers, and returns its memory in the slot. None: each taker must fetch it."""
         slot = self._shape.slot(self._map, number)
         if piece is None:
             self.board.set_entry(number, 0, 0, 0)

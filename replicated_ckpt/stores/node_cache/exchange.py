@@ -105,14 +105,14 @@ class Found(Enum):
 class Exchange:
     """One rank's part in the exchange of its node during one load.
 
-    The rank's own thread takes; the threads that fetch ahead call `wait_for_slot`, `slot` and `put_piece`. The rank
+    The rank's own thread takes pieces; the threads that fetch ahead call `wait_for_slot`, `slot` and `put_piece`. The rank
     waits for another one only in `take_piece`, `wait_for_slot` and `wait_until_opened`.
     """
 
     def __init__(
         self, rank: int, cache: RankCache, others: Mapping[int, OtherRankCache], units: Sequence[Unit]
     ) -> None:
-        """`others`: the caches that could be opened. `units`: those of the node, alike for all of its ranks."""
+        """`others`: the caches that could be opened. `units`: the shared units, the same for all ranks of the node."""
         self._rank = rank
         self._cache = cache
         self._others = others
@@ -188,7 +188,7 @@ class Exchange:
         return self._cache.slot(number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the others, and returns its memory in the slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the others, and returns its memory in the slot. None: each taker must fetch it."""
         return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:

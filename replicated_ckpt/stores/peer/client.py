@@ -65,7 +65,7 @@ class AgentAddress:
         return f"node {self.node_id} at {self.host}:{self.port}"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields with the token, for clients of the agent. Lists for others must not contain it."""
+        """The fields with the token, for clients of the agent. Lists for others must omit the token."""
         return asdict(self)
 
     @classmethod

@@ -99,7 +99,7 @@ class Catalog:
         except ManifestInvalid as exc:
             problem = exc
         except ObjectMissing as exc:
-            if exc.detail:  # a link leads out of the root: not the same as missing
+            if exc.detail:  # only for a link out of the root, which does not count as missing
                 raise
         replaced = self._read_replaced(checkpoint_id, save_id)
         if replaced is not None:
@@ -138,7 +138,7 @@ class Catalog:
         except ManifestVersionUnknown:
             raise
         except ObjectMissing as exc:
-            if exc.detail:  # a link leads out of the root: not the same as missing
+            if exc.detail:  # only for a link out of the root, which does not count as missing
                 raise
         except ManifestInvalid:
             pass
@@ -281,7 +281,7 @@ class Catalog:
         return tuple(newest.values())
 
     def histories(self, scope: str) -> dict[str, History]:
-        """The histories of lineages with a version here, published or replaced, in this directory of ids."""
+        """The histories of the lineages that have a version, published or replaced, in this directory of ids."""
         found = (
             manifest
             for looked in self.look_at_all()
@@ -317,7 +317,7 @@ class Catalog:
                 yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
-        """Checkpoints with a manifest that only a newer version of the package reads: among all, or this one."""
+        """The ids, of all or just this one, with a manifest that only a newer version of the package reads."""
         for looked in self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]:
             if any(self._is_of_newer_format(looked.checkpoint_id, name) for name in looked.manifest_names):
                 yield looked.checkpoint_id

@@ -72,7 +72,7 @@ class Committed:
         self.checkpoint_id = checkpoint_id
 
     def manifest(self) -> Manifest:
-        """The manifest of the version; without a save id, of the published one.
+        """The version's manifest. Without a save id: the published version's.
 
         Raises:
             ObjectMissing, ManifestInvalid
@@ -198,7 +198,7 @@ class Committed:
         return False
 
     def check_writable(self) -> None:
-        """Checks that files can be created in the directory, before any is fetched for it. Its user may have forbidden it.
+        """Checks, before a file is fetched, that files can be created in the directory: a user may have forbidden it.
 
         Raises:
             StoreDenied: it is not writable.
@@ -286,7 +286,7 @@ class Committed:
                 os.fsync(self._fd)
 
     def _check_is_there(self, name: str) -> None:
-        """Raises unless the version is still here. Its manifest may be missing if the file is the manifest or metadata."""
+        """Raises unless the version is still here. For manifest and metadata, its manifest may be missing."""
         try:
             is_there = not self._save_id or self.manifest().save_id == self._save_id
         except (ManifestInvalid, ObjectMissing):

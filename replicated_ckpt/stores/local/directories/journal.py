@@ -107,7 +107,7 @@ class Journal:
         return removing | removed
 
     def read_removals(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The newest removals by hand, at one moment: those still to be removed here, and those that are gone.
+        """The newest removals by hand, at one moment: saves still to be removed here, and removed saves.
 
         Raises:
             StoreError: as `find_end`.
