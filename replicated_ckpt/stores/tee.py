@@ -107,8 +107,7 @@ class _SinkThread(threading.Thread):
 class Outcome:
     """The result of one sink. `error` is None if the sink finished. `write_s` and `finish_s` are seconds in these calls.
 
-    `began_s`, `written_s` and `ended_s`: the first write, the end of the last one, and the end of all, by the monotonic
-    clock.
+    By the monotonic clock, the first write began at `began_s`, the last one ended at `written_s`, and all at `ended_s`.
     """
 
     error: BaseException | None

@@ -127,7 +127,7 @@ class RankCache:
     """This process's own cache. Its pieces are numbered from 0, in the order in which all ranks take them."""
 
     def __init__(self, path: Path, lock: DescriptorLock, memory: mmap.mmap, shape: _Shape) -> None:
-        """For a named, locked and mapped file, which `create` makes."""
+        """Takes a file that `create` has named, locked and mapped."""
         self._fd = lock.fd
         self._close = weakref.finalize(self, _remove, path, lock)
         self.name = path.name
@@ -196,7 +196,7 @@ class OtherRankCache:
     """Another process's cache, for one of its takers. Safe for concurrent use, except `close`."""
 
     def __init__(self, fd: int, memory: mmap.mmap, shape: _Shape) -> None:
-        """For an open and mapped file, which `open` makes."""
+        """Takes a file that `open` has opened and mapped."""
         self._fd = fd
         self._map = memory
         self._shape = shape

@@ -14,8 +14,8 @@ Invariants, with the code that keeps each:
   lock is released (`Exchange.leave`, `OtherRankCache.is_locked`).
 - S6: A taker checks the CRC32C and the number of its own copy, so the bytes are safe even if a wait is aborted
   (`OtherRankCache.copy`).
-- S7: A rank waits for a silent rank for 5 s, the next times in this load for 1 s, and for a dead rank for 1 s. A rank
-  that waits for a working rank counts as working (`Exchange._wait_for`).
+- S7: A rank waits 5 s for a silent rank, later in the same load only 1 s. It waits 1 s for a dead rank. A rank that
+  waits for a working rank counts as working (`Exchange._wait_for`).
 - S8: If one rank's request to a node timed out, all ranks of its own node ask that node last. If the request was for the
   survey or `.metadata`, all ranks of the load ask it last (`AnySource._in_order`, `plan_sharing`).
 
