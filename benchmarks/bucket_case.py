@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard
-from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.client import ObjectClient, UploadSource
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
 

@@ -31,8 +31,8 @@ from replicated_ckpt.stores.files.existence import closing_fd, is_there
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import RELEASES_HINT
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
-from replicated_ckpt.stores.peer.releases import RELEASES_HINT
 from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
 from replicated_ckpt.stores.threads import FEWER
 from replicated_ckpt.version import PROTOCOL, __version__

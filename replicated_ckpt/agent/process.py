@@ -54,9 +54,13 @@ from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.local.identity import FRESH_IDENTITY
-from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import try_room
+from replicated_ckpt.stores.local.versions.recycled import (
+    keep_room_to_start,
+    lacks_room_to_start,
+    make_room_to_start,
+    try_room,
+)
 from replicated_ckpt.stores.node_cache.cache import is_any_cache_locked
 from replicated_ckpt.stores.threads import start_worker
 from replicated_ckpt.stores.throttle import Pace, copy_pace, submission_pace

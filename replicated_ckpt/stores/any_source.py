@@ -1,4 +1,7 @@
-"""One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
+"""One shard at several sources.
+
+Each range is read from the first source that has it intact, or block by block if no source has all of it.
+"""
 
 import time
 from collections import Counter
@@ -14,7 +17,7 @@ OnBad = Callable[[str, ReplicatedCkptError], None]
 Tables = MutableMapping[Expected, BlockTable]
 """Block checksums recomputed from a shard's data. That costs a read of the whole shard, so readers share them."""
 BAD_READS_MAX = 2
-"""Bad reads in excess of good ones after which a source is tried last: each bad read costs two reads for nothing.
+"""A source with so many more bad reads than good ones is tried last, since each bad read costs two reads for nothing.
 
 A source whose disk returns an error is tried last at once.
 """
@@ -22,7 +25,7 @@ A source whose disk returns an error is tried last at once.
 
 @dataclass
 class Source:
-    """A node that may hold the shard, the expected shard, and a function that makes its reader. It opens nothing."""
+    """A node that may hold the shard, the shard's expected size and checksum, and a function that makes its reader."""
 
     node_id: str
     expected: Expected
@@ -32,12 +35,14 @@ class Source:
 class AnySource:
     """Reads one shard from any source that has the bytes intact. For one thread; `close` closes the connections.
 
-    A source that cannot be opened or breaks is dropped. A source with a bad block still serves its other blocks: two
-    copies damaged in different places together are still whole. A source with mostly bad blocks is tried last. A source
-    with a damaged footer is used only if the others lack a block. It is then read with another source's footer, or with
-    one recomputed from all of its data. `on_bad` is called once for each source that fails. A source whose node `is_silent`
-    is tried after all others, opened or not, since it would cost a time-out. A source that is too slow is tried once more
-    after all of these, if none of them has the bytes.
+    `on_bad` is called once for each source that fails. The use of a source depends on its state:
+
+    - cannot be opened, or breaks: it is dropped;
+    - bad block: it serves its other blocks, so two copies damaged in different places are still whole together;
+    - mostly bad blocks: it is tried last;
+    - damaged footer: it is used if the others lack a block, with another source's footer or one recomputed from its data;
+    - its node `is_silent`: it is tried after all others, opened or not, since it would cost a time-out;
+    - too slow: it is tried once more after all others, if none of them has the bytes.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class AnySource:
         self.last_node = ""
 
     def read(self, offset: int, length: int, memory: memoryview | None = None) -> memoryview | None:
-        """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
+        """Bytes [offset, offset + length) of the data, verified; None if one of their blocks is intact nowhere.
 
         If one source has them all, they lie in `memory`, which must have room for them. Without `memory` they lie in a
         buffer that the next read of this shard may reuse. `memory` never keeps unverified bytes: they become zeros.
@@ -77,14 +82,14 @@ class AnySource:
                 continue
             finally:
                 if found is None and memory is not None:
-                    memory[:] = bytes(len(memory))  # it may hold what was not verified
+                    memory[:] = bytes(len(memory))  # it may hold unverified bytes
                 self._count(source, shard)
                 spent = time.monotonic() - began
                 self._seconds_by_node[source.node_id] = self._seconds_by_node.get(source.node_id, 0.0) + spent
             self.last_node = source.node_id
             self._good_reads[source.node_id] += 1
             return found if memory is None else _lay_into(memory, found)
-        # A damaged footer may sit on intact data: only now, as recomputing it reads the whole shard.
+        # Shards with damaged footers may have intact data. They come last: recomputing a footer reads the whole shard.
         if self._open_footer_damaged():
             return self.read(offset, length, memory)
         return self._assemble(offset, length) if self._sources else None
@@ -114,7 +119,7 @@ class AnySource:
         return self._is_silent(source.node_id), self._good_reads[source.node_id] <= -BAD_READS_MAX
 
     def _assemble(self, offset: int, length: int) -> memoryview | None:
-        """Every block from any source."""
+        """The range, assembled from blocks of several sources; None if one of its blocks is intact nowhere."""
         block_bytes = next(iter(self._opened.values())).table.block_bytes if self._opened else 0
         # Within one block there is nothing to combine: every source has failed to deliver it.
         if block_bytes == 0 or offset // block_bytes == (offset + length - 1) // block_bytes:
@@ -140,7 +145,7 @@ class AnySource:
                 expected = replace(source.expected, table=table, has_damaged_footer=table is None)
                 opened = self._add(source, source.shard_for(expected).open())
             except ReplicatedCkptError as exc:
-                self._tell(source, exc)
+                self._report_once(source, exc)
                 continue
             self._count(source, opened)
             if table is None:
@@ -156,30 +161,30 @@ class AnySource:
         self._good_reads[source.node_id] -= is_corrupt
         if isinstance(error.__cause__, TooSlow) and source.node_id not in self._too_slow:
             self._too_slow.add(source.node_id)
-        # A bad block of an open source says nothing of its other blocks, so the source stays.
+        # An open source with a bad block stays, since its other blocks may be intact.
         elif not is_corrupt or source.node_id not in self._opened:
             self._sources.remove(source)
             self._footer_damaged += [source] if is_corrupt else []
             self._close(source.node_id)
-        self._tell(source, error)
+        self._report_once(source, error)
 
-    def _tell(self, source: Source, error: ReplicatedCkptError) -> None:
+    def _report_once(self, source: Source, error: ReplicatedCkptError) -> None:
         if source.node_id not in self._reported:
             self._reported.add(source.node_id)
             self._on_bad(source.node_id, error)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Bytes read by node since the last call, including bad ones and the unused rest of blocks."""
+        """Bytes read from each node since the last call, including bad ones and the unused rest of blocks."""
         counted, self._bytes_by_node = self._bytes_by_node, Counter()
         return counted
 
     def take_seconds(self) -> Mapping[str, float]:
-        """Seconds of reading by node since the last call, with the wait for a node that did not answer."""
+        """Seconds spent on reads from each node since the last call, including waits for a node that did not answer."""
         spent, self._seconds_by_node = self._seconds_by_node, {}
         return spent
 
     def any_opened(self) -> VerifiedShard | None:
-        """A source that could be opened, its block checksums compared with the manifest; None if there is none."""
+        """An opened source, whose block checksums match the manifest; None if no source can be opened."""
         for source in self._in_order():
             try:
                 return self._opened.get(source.node_id) or self._add(source, source.shard_for(source.expected).open())
@@ -198,7 +203,7 @@ class AnySource:
 
 
 def _lay_into(memory: memoryview, found: memoryview) -> memoryview:
-    """Moves `found` into `memory` if its whole blocks did not fit there: the next read overwrites the source's buffer."""
+    """Copies `found` into `memory`, unless it lies there: the next read would overwrite it in the source's own buffer."""
     if not found or 0 <= address_of(found) - address_of(memory) <= len(memory) - len(found):
         return found
     memory[: len(found)] = found

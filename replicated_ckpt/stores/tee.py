@@ -21,7 +21,7 @@ from replicated_ckpt.stores.threads import start_thread
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4
 REFERRED_BYTES_MIN = 64 << 10
-"""Below this a copy costs less than a piece of its own in every system call."""
+"""Smaller data is copied: that costs less than a separate piece in every system call."""
 
 
 class Sink(Protocol):
@@ -54,7 +54,7 @@ class Buffers:
 
 @dataclass
 class _Piece:
-    """Consecutive bytes of the shard, wherever they lie in memory. `buffer` holds those that were copied."""
+    """Consecutive bytes of a shard, wherever they lie in memory. `buffer` holds the copied ones. `users` sinks need it."""
 
     buffer: memoryview
     views: tuple[memoryview, ...]
@@ -88,13 +88,13 @@ class _SinkThread(threading.Thread):
         if self.error is None and piece is not None:
             self.finish_s = self._guard(partial(self.sink.finish, piece))
         self.ended_s = time.monotonic()
-        # `finish` itself may have failed: its half-made copy goes, too.
+        # `finish` itself may have failed: its incomplete copy must go, too.
         if self.error is not None or piece is None:
             self.sink.discard()
         del self._tee  # a reference circle would keep the buffers until the garbage collector runs
 
     def _guard(self, action: Callable[[], object]) -> float:
-        """Seconds that the action took."""
+        """Runs the action, and records its error; returns the seconds that it took."""
         began = time.monotonic()
         try:
             action()
@@ -107,8 +107,7 @@ class _SinkThread(threading.Thread):
 class Outcome:
     """The result of one sink. `error` is None if the sink finished. `write_s` and `finish_s` are seconds in these calls.
 
-    `began_s`, `written_s` and `ended_s`: the first write, the end of the last one, and the end of all, by the monotonic
-    clock.
+    By the monotonic clock, the first write began at `began_s`, the last one ended at `written_s`, and all at `ended_s`.
     """
 
     error: BaseException | None
@@ -156,7 +155,7 @@ class Tee:
         """Appends a copy of `data` (any contiguous bytes-like object) to the shard; returns its size in bytes."""
         view = memoryview(data).cast("B")
         size = len(view)
-        if self._buffer is not None and self._size + size < len(self._buffer):  # many small ones go this way
+        if self._buffer is not None and self._size + size < len(self._buffer):  # the fast path, for many small writes
             end = self._filled + size
             self._buffer[self._filled : end] = view
             self._filled = end
@@ -172,7 +171,7 @@ class Tee:
         return size
 
     def fill(self, size_bytes: int, read: Callable[[memoryview], object]) -> None:
-        """Appends `size_bytes` bytes: `read` is called with one part of a buffer after the other, and fills it."""
+        """Appends `size_bytes` bytes: `read` is called for one part of a buffer after the other, and fills it."""
         while size_bytes:
             room = self._room()[:size_bytes]
             read(room)
@@ -185,7 +184,7 @@ class Tee:
             self.write(data)
             return
         while data:
-            # A reference takes its share of a buffer, too: that bounds what sinks have in flight.
+            # A reference uses up its share of a buffer, too: this bounds the bytes in flight to the sinks.
             part = data[: len(self._room())]
             self._list_gathered()
             self._views.append(part)
@@ -218,7 +217,7 @@ class Tee:
 
     def _hash_listed(self) -> None:
         self._list_gathered()
-        # The footer holds the checksums of the data, and is not part of what they cover.
+        # The footer holds the checksums, which do not cover the footer itself.
         if not self._is_hashed:
             for view in self._views:
                 self._hasher.update(view)

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable
 
 BUSY_BYTES_PER_S = 256 << 20
-"""Pace of re-protection's copies while ranks of the node save, or have loaded and not saved since."""
+"""Pace of re-protection's copies while ranks of the node save, or a load has pinned a checkpoint here."""
 FETCHING_BYTES_PER_S = 16 << 20
-"""The same while ranks fetch a checkpoint from other nodes: the job waits for them, on the same link and processors."""
-HAND_OVER_MIB_PER_S_MIN = 8
-"""Least pace of submitted shards: four share it, and a buddy's socket times out after seconds without a piece."""
+"""Pace of these copies while ranks fetch a checkpoint from other nodes. The job waits for that, and it needs the same link
+and processors."""
+SUBMITTED_MIB_PER_S_MIN = 8
+"""Least pace of submitted shards. Four of them share it, and a buddy's socket times out after seconds without data."""
 LOOK_EVERY_S = 0.05
 
 
@@ -47,7 +48,7 @@ class Pace:
 
 
 class YieldingPace(Pace):
-    """The rate that `ask` returns, asked again every LOOK_EVERY_S. None: without a limit.
+    """A pace whose rate `ask` returns; None means no limit. `ask` is called again every LOOK_EVERY_S.
 
     For one thread at a time.
     """
@@ -60,7 +61,7 @@ class YieldingPace(Pace):
 
     def take(self, size_bytes: int) -> None:
         now = time.monotonic()
-        if now - self._asked_at >= LOOK_EVERY_S:  # `ask` looks at lock files: not for each piece
+        if now - self._asked_at >= LOOK_EVERY_S:  # not for each piece: `ask` looks at lock files
             rate, self._asked_at = self._ask(), now
             self._is_free = rate is None
             self._bytes_per_s = rate or self._bytes_per_s
@@ -76,7 +77,7 @@ def copy_pace(
     is_busy: Callable[[], bool],
     is_fetching: Callable[[], bool],
 ) -> Pace:
-    """The pace of re-protection's copies: `mib_per_s`, or, with None, a limit only while the node is busy."""
+    """The pace of re-protection's copies: `mib_per_s`. With None there is a limit only while the node is busy."""
     if mib_per_s is not None:
         return Pace(mib_per_s * (1 << 20), stopping)
 
@@ -89,7 +90,7 @@ def copy_pace(
 
 
 def submission_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
-    """The pace of submitted shards: the pace of copies, if `mib_per_s` is set, but at least HAND_OVER_MIB_PER_S_MIN."""
+    """The pace of submitted shards: that of copies, but at least SUBMITTED_MIB_PER_S_MIN. None: no limit."""
     if mib_per_s is None:
         return None
-    return copying if mib_per_s >= HAND_OVER_MIB_PER_S_MIN else Pace(HAND_OVER_MIB_PER_S_MIN << 20, stopping)
+    return copying if mib_per_s >= SUBMITTED_MIB_PER_S_MIN else Pace(SUBMITTED_MIB_PER_S_MIN << 20, stopping)

@@ -19,7 +19,7 @@ from replicated_ckpt.errors import ObjectCorrupt
 SCRATCH_BYTES = 17 << 20
 """Memory kept between reads, at most; a larger read allocates its own."""
 FIRST_FOOTER_BYTES = 64 << 10
-"""Bytes of a file's end that are read first, at most, before the footer's length is known: enough for 4 GB of data."""
+"""Limit of the first read of a file's end, before the footer's length is known: enough for 4 GB of data."""
 REBUILD_BYTES = 4 << 20
 """Size of the pieces in which a shard is read to recompute its footer."""
 
@@ -28,8 +28,8 @@ REBUILD_BYTES = 4 << 20
 class Expected:
     """Size and CRC32C of the whole shard file, as the manifest has them.
 
-    A source with a damaged footer is opened without it: with the `table` of another source, or, with
-    `has_damaged_footer`, with one recomputed from all of its data.
+    A source with a damaged footer is opened with the `table` of another source. With `has_damaged_footer` it is opened
+    with a table that is recomputed from all of its data.
     """
 
     size_bytes: int
@@ -48,7 +48,7 @@ class TooSlow(TimeoutError):
 
 
 class VerifiedShard(ABC):
-    """One shard at one source: made, opened, read, closed.
+    """One shard at one source: it is opened, read any number of times, and closed.
 
     After `open`, `table` holds the checksums of its blocks, in 4 bytes of memory each.
     """
@@ -66,8 +66,8 @@ class VerifiedShard(ABC):
         """Reads the footer and compares it with the manifest, which detects a swapped, stale or truncated file.
 
         Raises:
-            ObjectCorrupt: two reads in a row of a needed footer did not return the saved one, or the one recomputed from
-                the data differs from it. Also the source's own errors. After an error the shard is closed.
+            ObjectCorrupt: the footer, read twice, or the one recomputed from the data, is not the saved one. Also the
+                source's own errors. After an error the shard is closed.
         """
         expected = self._expected
         try:
@@ -84,7 +84,7 @@ class VerifiedShard(ABC):
         return self
 
     def _connect(self) -> None:  # noqa: B027 - most sources have nothing to open
-        """Opens the source. Raises if the source has a wrong shard, for example by its size, before a byte is read."""
+        """Opens the source. Raises, before a byte is read, if it has the wrong shard, for example one of another size."""
 
     def _rebuild_table(self, expected: Expected) -> BlockTable:
         """The table recomputed from the data here. It is returned only if it matches the saved checksum."""
@@ -119,7 +119,7 @@ class VerifiedShard(ABC):
         return target
 
     def _reuse(self, size_bytes: int, lent: memoryview | None = None) -> memoryview:
-        """Memory for one read: `lent` if it is large enough. Page faults of fresh memory would cost more than the read."""
+        """Memory for one read: `lent` if it is large enough, else memory of earlier reads, to save page faults."""
         self.bytes_read += size_bytes
         if lent is not None and len(lent) >= size_bytes:
             return lent[:size_bytes]
@@ -144,7 +144,7 @@ class VerifiedShard(ABC):
     def _read_table(self, expected: Expected) -> BlockTable:
         """The table in the footer. A damaged footer is read a second time before the shard counts as damaged."""
         size = expected.size_bytes
-        # Bounded: the size comes from a manifest, and a damaged one must not take gigabytes.
+        # Bounded: the size comes from a manifest, and a damaged manifest must not make this allocate gigabytes.
         raw = bytearray(min(usual_footer_bytes(size), FIRST_FOOTER_BYTES))
         if len(raw) < FOOTER_TAIL_BYTES:
             raise self._corrupt("its footer of block checksums is damaged")

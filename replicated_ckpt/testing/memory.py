@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 

@@ -9,7 +9,7 @@ import pytest
 
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, BlockHasher, BlockTable, Bytes, crc32c
 from replicated_ckpt.errors import ObjectCorrupt
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import UploadSource
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 DATA_BYTES = 2 * BLOCK_BYTES + 12345

@@ -32,7 +32,7 @@ from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.threads import AUTOGROUP, give_way, give_way_as_session
-from replicated_ckpt.stores.throttle import HAND_OVER_MIB_PER_S_MIN, Pace
+from replicated_ckpt.stores.throttle import SUBMITTED_MIB_PER_S_MIN, Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 from tests.marks import long
 
@@ -253,7 +253,7 @@ def test_an_agents_session_gives_way_where_threads_cannot(job: Job) -> None:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that start from here on copy so many MiB a second."""
-    monkeypatch.setenv("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", str(HAND_OVER_MIB_PER_S_MIN))
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", str(SUBMITTED_MIB_PER_S_MIN))
 
 
 @pytest.mark.usefixtures("paced")
@@ -262,7 +262,7 @@ def test_what_is_written_behind_training_keeps_the_pace_of_copies(job: Job) -> N
     size_bytes = 12_000_000
     began = time.monotonic()
     assert len(job.submit(0, size_bytes, size_bytes).wait().holders) == 2
-    assert time.monotonic() - began > size_bytes / (HAND_OVER_MIB_PER_S_MIN << 20) - Pace.BURST_S
+    assert time.monotonic() - began > size_bytes / (SUBMITTED_MIB_PER_S_MIN << 20) - Pace.BURST_S
 
 
 def test_giving_way_never_takes_the_processor_from_others() -> None:

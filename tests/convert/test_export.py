@@ -28,7 +28,7 @@ from replicated_ckpt.errors import (
     StoreFull,
 )
 from replicated_ckpt.stores.files import durable
-from replicated_ckpt.stores.output import local as output_local
+from replicated_ckpt.stores.output import output
 from tests.convert import states
 from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
 from tests.damage import flip
@@ -215,7 +215,7 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
     assert entries(tmp_path) == ["out"]
     place = tmp_path / "two"
     with (
-        output_local.LocalOutput(place, is_directory=True, size_bytes=1),
+        output.LocalOutput(place, is_directory=True, size_bytes=1),
         pytest.raises(ConfigInvalid, match="Another process"),
     ):
         exported(saved, place, "dcp")
@@ -285,7 +285,7 @@ def test_one_that_another_process_publishes_at_that_moment_is_its_own(
     real = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lock)
     with pytest.raises(ConfigInvalid, match="Another process"):
-        output_local.LocalOutput(place, is_directory=True, size_bytes=1)
+        output.LocalOutput(place, is_directory=True, size_bytes=1)
     assert open_below(tmp_path) == []
 
 
@@ -308,7 +308,7 @@ def test_a_disk_without_room_is_left_as_it_was(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(fd, data)
 
-    monkeypatch.setattr(output_local, "write_all", fills_up)
+    monkeypatch.setattr(output, "write_all", fills_up)
     with pytest.raises(StoreFull):
         exported(saved, tmp_path / "out", format_)
     assert entries(tmp_path) == []
@@ -326,7 +326,7 @@ def test_it_is_read_back_before_it_is_said_to_be_done(
             copy[500_000] ^= 1
         real(fd, memoryview(copy))
 
-    monkeypatch.setattr(output_local, "write_all", lies)
+    monkeypatch.setattr(output, "write_all", lies)
     with pytest.raises(ObjectCorrupt, match="read back"):
         exported(saved, tmp_path / "out", "torch")
     assert entries(tmp_path) == []

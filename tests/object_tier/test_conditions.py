@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.errors import ReplicatedCkptWarning
-from replicated_ckpt.stores.bucket.conditions import TRIED_NAME, WRITERS, Trial, try_conditions
 from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
-from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.opening import TRIED_NAME, WRITERS, Trial, open_client, try_conditions
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.testing.memory import MemoryClient
 from tests.agent.agents import stop_agent, wait_for

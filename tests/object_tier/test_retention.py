@@ -21,8 +21,7 @@ from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.uploads.bucket_retention import retire_in_bucket
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore

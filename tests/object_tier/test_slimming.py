@@ -19,12 +19,12 @@ from replicated_ckpt import OptimizerDropped, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.stores.bucket.bucket import SLIM_MANIFEST_NAME, Bucket
-from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
+from replicated_ckpt.stores.bucket.bucket_removal import slim_in_bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.agents import HOME, stop_agent, wait_for
 from tests.dcp.load.test_dropped import check_weights, error_of, state
 from tests.marks import mark_long
@@ -136,7 +136,7 @@ def test_an_interruption_leaves_one_or_the_other(root: Path, tmp_path: Path) -> 
 SLIM = """
 import sys
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
+from replicated_ckpt.stores.bucket.bucket_removal import slim_in_bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 bucket = Bucket(open_client(ObjectTarget.check_supported(sys.argv[1], None)))

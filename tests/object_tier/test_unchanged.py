@@ -15,8 +15,8 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client import parts, s3
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.shard_file import CommittedShard
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from tests.agent.checkpoints import METADATA, checkpointed, findings
 from tests.buckets.servers import Server
 from tests.buckets.weak import WeakStore

@@ -19,9 +19,8 @@ from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.node.uploads import uploader as uploader_module
 from replicated_ckpt.node.uploads.bucket_retention import TOLD_MAX
 from replicated_ckpt.node.uploads.uploader import BUSY_S, Uploader, UploadPaused
-from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.journal import End

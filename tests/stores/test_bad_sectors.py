@@ -14,7 +14,7 @@ from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import UploadSource
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore

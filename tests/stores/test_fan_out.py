@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from replicated_ckpt.errors import StoreError
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 pytestmark = pytest.mark.timeout(60)
 WITHIN_S = 30.0

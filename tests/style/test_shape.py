@@ -35,7 +35,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/staging/stager.py": 1,  # the state is saved without a copy then, where DCP tells all ranks
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything
     "replicated_ckpt/stores/bucket_client/fsspec.py": 1,  # its back ends raise their SDKs' own errors; all is translated
-    "replicated_ckpt/stores/peer/fan_out.py": 1,  # top of a worker thread; the caller gets the error
+    "replicated_ckpt/stores/threads.py": 1,  # top of a worker thread; the caller gets the error
     "replicated_ckpt/stores/tee.py": 1,  # top of a sink thread; its owner gets the error
 }
 

@@ -19,7 +19,7 @@ from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, AgentIdentity, PeerBook, ask_identity
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

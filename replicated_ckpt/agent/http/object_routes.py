@@ -18,8 +18,8 @@ from replicated_ckpt.node.state.upload_book import UNKNOWN_HINT, UploadBook
 from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save
-from replicated_ckpt.stores.bucket.conditions import Trial, try_conditions
 from replicated_ckpt.stores.bucket_client.client import AWAY_HINT
+from replicated_ckpt.stores.bucket_client.opening import Trial, try_conditions
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.threads import start_worker

@@ -25,13 +25,12 @@ from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import abort_lost
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.inspection import Inspector
-from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.versions.readers import is_read
-from replicated_ckpt.stores.local.versions.recycled import try_room
+from replicated_ckpt.stores.local.versions.recycled import keep_room_to_start, make_room_to_start, try_room
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line
 
 _READER_CHARS_MAX = 256  # a peer chooses it, and it is kept in memory

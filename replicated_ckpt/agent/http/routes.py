@@ -35,10 +35,10 @@ from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Announced, Intent
+from replicated_ckpt.stores.local.shard_file import CommittedShard
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
+from replicated_ckpt.stores.local.versions.publish import find_named
 from replicated_ckpt.stores.local.versions.recycled import try_room
-from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 from replicated_ckpt.stores.threads import give_way

@@ -35,8 +35,8 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.node.saves.request_body import Body, Head
 from replicated_ckpt.stores.files.durable import SHORTAGES, UNREADABLE, read_exactly, store_error_of
+from replicated_ckpt.stores.peer.answer import check_release
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
-from replicated_ckpt.stores.peer.releases import check_release
 from replicated_ckpt.stores.threads import start_worker
 from replicated_ckpt.version import __version__
 from replicated_ckpt.wording import one_line

@@ -394,7 +394,7 @@ def find_damaged(service: NodeService) -> tuple[Removal, ...]:
             "its manifest is damaged, but all other files have their copies",
         )
         for looked in catalog.look_at_all()
-        for name in catalog.list_unbelieved(looked)
+        for name in catalog.list_damaged_manifests(looked)
         if (marked := parse_marked(name)) is not None
     )
 

@@ -33,8 +33,7 @@ from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.environment import ROOT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.node.peers.watch import describe_silence
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore

@@ -32,7 +32,7 @@ from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural
 
 

@@ -31,13 +31,12 @@ from replicated_ckpt.errors import (
     UploadFailed,
 )
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import list_some, one_line, plural
 
 HELP = "Upload one checkpoint to the object store, or wait for an upload under way."

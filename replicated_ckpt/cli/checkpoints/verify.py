@@ -160,7 +160,7 @@ def _read(target: ObjectTarget, checkpoint_id: str | None, *, shows_progress: bo
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):
-                saves = inspector.find_damage(checkpoint_id)
+                saves = inspector.list_saves(checkpoint_id)
             size = sum(sum(save.sizes.values()) for save in saves)
             look = lambda: {target.url: (inspector.bytes_read, size)}  # noqa: E731 - called by the progress alone
             with show_progress("verify", f"read in {target.url}", look, always=shows_progress):

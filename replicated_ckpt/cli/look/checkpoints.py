@@ -29,7 +29,7 @@ from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import BucketSave
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 

@@ -42,7 +42,7 @@ from replicated_ckpt.stores.local.directories.roots import (
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR}

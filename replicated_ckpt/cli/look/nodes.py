@@ -29,7 +29,7 @@ from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 
 def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> tuple[Sequence[RankReport], NodesSeen]:

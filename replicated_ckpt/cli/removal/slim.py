@@ -15,11 +15,10 @@ from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
+from replicated_ckpt.stores.bucket.bucket_removal import slim_in_bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.remove import renamed_refusal
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import renamed_refusal, slim
 from replicated_ckpt.wording import describe_bytes
 
 HELP = "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node."

@@ -29,10 +29,10 @@ from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import find_named
+from replicated_ckpt.stores.local.versions.publish import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)

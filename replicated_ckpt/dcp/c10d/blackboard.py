@@ -32,7 +32,7 @@ from replicated_ckpt.dcp.c10d.waiting import (
     reaching_store,
 )
 from replicated_ckpt.errors import PeerProtocolError, RendezvousFailed, ReplicatedCkptError
-from replicated_ckpt.stores.peer.releases import check_rank
+from replicated_ckpt.stores.peer.answer import check_rank
 from replicated_ckpt.version import RELEASE
 from replicated_ckpt.wording import list_some
 

@@ -16,8 +16,7 @@ from replicated_ckpt.dcp.convert.torch_file import TorchSink
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.output.local import LocalOutput
-from replicated_ckpt.stores.output.output import Output
+from replicated_ckpt.stores.output.output import LocalOutput, Output
 
 Format = Literal["torch", "safetensors", "dcp"]
 SHARD_BYTES_MAX = 5_000_000_000

@@ -22,7 +22,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import NO_NODE, EmptyStore, LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
+from replicated_ckpt.stores.local.versions.publish import is_checkpoint
 from replicated_ckpt.wording import MOVED, NOT_REACHED, OBJECT_STORE, list_some, plural
 
 log = logging.getLogger(__name__)

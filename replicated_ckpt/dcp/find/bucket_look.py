@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.threads import start_worker
 
 LOOK_WITHIN_S = 5.0

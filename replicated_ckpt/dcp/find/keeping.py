@@ -18,8 +18,8 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

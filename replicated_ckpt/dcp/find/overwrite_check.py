@@ -9,7 +9,7 @@ from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, Checkp
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 _ASK_TIMEOUT_S = 3.0
 _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)

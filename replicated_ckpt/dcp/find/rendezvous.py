@@ -38,8 +38,8 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
+from replicated_ckpt.stores.threads import FanOut
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a load waits for the slowest rank; DCP's own first collective would wait as long or longer."""

@@ -37,16 +37,15 @@ from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.node.peers.watch import NodeHoldings, parse_node_holdings
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.node.state.mark_book import MarkBook
-from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
-from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
+from replicated_ckpt.stores.bucket.bucket import OF_NEWER_FORMAT, Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.files.durable import raise_shortage
 from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from replicated_ckpt.stores.local.unmanaged import (
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
 from replicated_ckpt.node.saves.finish import Finished, HelperCopy, Outline
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import check_decidable
+from replicated_ckpt.stores.local.versions.publish import check_decidable
 
 
 def commit_save(

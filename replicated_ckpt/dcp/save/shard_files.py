@@ -22,7 +22,7 @@ from replicated_ckpt.dcp.planning.cached_plan import planned_bytes
 from replicated_ckpt.dcp.rank_state.rank_state import find_own
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream, align
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
+from replicated_ckpt.stores.local.shard_file import CommittedShard
 
 OWN_FILE_BYTES_MIN = 256 << 10
 """A part with fewer bytes of tensors goes into the file of the weights: its own file would cost an fsync and a message."""

@@ -32,7 +32,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
 from replicated_ckpt.stores.peer.answer import parsing, unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

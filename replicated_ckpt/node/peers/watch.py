@@ -15,7 +15,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line
 
 HOLDINGS_TIMEOUT_S = 3.0  # every round waits this long for a node that is down

@@ -8,7 +8,7 @@ from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

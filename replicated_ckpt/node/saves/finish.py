@@ -22,11 +22,10 @@ from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.node.saves.submissions import Submissions
 from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import check_decidable
+from replicated_ckpt.stores.local.versions.publish import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.threads import forget_locals, start_worker, translate_any
+from replicated_ckpt.stores.threads import FanOut, forget_locals, start_worker, translate_any
 from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)

@@ -40,9 +40,9 @@ from replicated_ckpt.node.state.sequence_floor import ReservedSequences, Sequenc
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.directories.journal import End
+from replicated_ckpt.stores.local.shard_file import CommittedShard
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.readers import lock_version, look_again
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.peer.client import AgentAddress

@@ -23,7 +23,7 @@ from replicated_ckpt.node.saves.in_doubt import StaleSave
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

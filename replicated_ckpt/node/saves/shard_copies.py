@@ -18,15 +18,14 @@ from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import closing_fd
-from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.shard_file import CommittedShard, FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerSink
-from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import is_time_out
 from replicated_ckpt.stores.tee import BUFFER_BYTES, Buffers, Outcome, Sink, Tee
+from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 

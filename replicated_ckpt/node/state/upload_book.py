@@ -14,9 +14,8 @@ from replicated_ckpt.core.upkeep.upload_plan import UploadState
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.node.state.state_file import StateFile
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, BegunUpload
 from replicated_ckpt.stores.bucket_client.opening import open_client
-from replicated_ckpt.stores.bucket_client.upload_source import BegunUpload
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,8 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.node.state.upload_book import UploadBook, UploadProgress
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_removal import remove_save, remove_superseded
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.bucket_removal import remove_save, remove_superseded, slim_in_bucket
 
 log = logging.getLogger(__name__)
 

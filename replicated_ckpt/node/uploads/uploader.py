@@ -31,13 +31,11 @@ from replicated_ckpt.node.uploads.bucket_retention import (
     tidy_after,
     withdraw_removed,
 )
-from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, key_of, prefix_of
+from replicated_ckpt.stores.bucket_client.client import UploadSource
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
-from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.threads import start_thread
+from replicated_ckpt.stores.threads import FanOut, start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
 

@@ -1,1 +1,1 @@
-"""What lies in a bucket: checkpoints, their shards, and a look at all of it."""
+"""Checkpoints in a bucket: their shards, commit, removal and inspection."""

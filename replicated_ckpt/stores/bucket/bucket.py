@@ -1,20 +1,23 @@
 """Checkpoints in a bucket: committed ones, the shards of a save that have arrived, and the commit itself.
 
-<id>/__0_0.distcp ...            shards, and
-<id>/.manifest.json              the manifest, of a save that found the id free
-<id>/<save_id>/...               the same of a save that may replace another
+<id>/__0_0.distcp ...            shards of a save that found the id free
+<id>/.manifest.json              its manifest
+<id>/<save_id>/...               both, of a save that may replace another
 <id>/.metadata                   the commit mark, written last: it names one save
 <id>/.rejected.<save_id>         a user has "latest" skip that save
 """
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.commit_mark import MARK_BYTES, CommitMark, own_prefix
+from replicated_ckpt.core.commit_mark import MARK_BYTES, CommitMark, decode_mark, own_prefix
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -36,19 +39,88 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreError,
 )
-from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave, is_superseded, read_mark
-from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
+from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.local.unmanaged import UncheckedItems, UnmanagedShard
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+OF_NEWER_FORMAT = "only a newer version of replicated_ckpt reads it"
+
+
+@dataclass(frozen=True)
+class BucketSave:
+    """One committed checkpoint in the bucket. `mark` is None for a checkpoint that stock torch wrote.
+
+    `problem` is not empty if the checkpoint has a manifest of this package and cannot be identified: its `.metadata` has
+    lost the commit mark or is archived, or its mark is OF_NEWER_FORMAT. `is_rejected`: a user has "latest" skip it.
+    """
+
+    checkpoint_id: str
+    mark: CommitMark | None
+    sizes: Mapping[str, int]
+    """Bytes of each shard's object, by the shard's name."""
+    metadata_bytes: int
+    """Bytes of `.metadata` without the mark."""
+    problem: str = ""
+    is_rejected: bool = False
+
+    @property
+    def save_id(self) -> str:
+        """The save's id. For a save of stock torch, every reader derives the same id from name and size."""
+        if self.mark is not None:
+            return self.mark.save_id
+        return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]
+
+    @property
+    def holding(self) -> Holding:
+        """The save as a holding of the inventory. Without a mark it has no sequence, and counts as the oldest."""
+        sequence, created = (self.mark.sequence, self.mark.created_unix_s) if self.mark else (0, 0.0)
+        return Holding(
+            OBJECT_NODE,
+            self.checkpoint_id,
+            self.save_id,
+            sequence,
+            True,
+            self.sizes,
+            created_unix_s=created,
+            lineage=self.mark.lineage if self.mark else "",
+            is_slim=self.mark is not None and self.mark.is_slim,
+        )
+
+
+def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
+    """Whether the committed save `there` is newer, so that this save must not replace it.
+
+    A newer save of another run may be replaced if overwrite was asked for when this save found it.
+    """
+    if there is None or there.mark is None or there.save_id in (manifest.save_id, manifest.replaces_in_bucket):
+        return False
+    if there.mark.lineage != manifest.lineage:
+        # Sequences of two lineages cannot be compared: only the clocks are left.
+        return there.mark.created_unix_s > manifest.created_unix_s
+    return there.mark.version.is_newer_than(manifest.version)
+
+
+def read_mark(client: ObjectClient, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
+    """The mark at the end of a `.metadata` of this size; None if there is none, for example if its size has changed.
+
+    Raises:
+        ManifestVersionUnknown, ObjectMissing, StoreError
+    """
+    tail = bytearray(min(size_bytes, MARK_BYTES))
+    try:
+        client.read(f"{checkpoint_id}/{METADATA_NAME}", size_bytes - len(tail), memoryview(tail))
+    except ObjectCorrupt:  # shorter than listed: it was replaced meanwhile
+        return None
+    return decode_mark(tail)
+
 
 log = logging.getLogger(__name__)
 
 SLIM_MANIFEST_NAME = ".manifest.weights.json"
-"""Of a save without its optimizer, until `.manifest.json` is its manifest, too."""
+"""The manifest of a slimmed save, until it replaces the full one in `.manifest.json`."""
 _REJECTED = ".rejected."
 _TAIL_BYTES = 64 << 10
 _OTHER_RUN = (
@@ -56,7 +128,7 @@ _OTHER_RUN = (
 )
 _TAKEN = "The nodes have this save. Save again with overwrite=True: the new save gets its own place in the bucket."
 _COMMIT_TRIES = 4
-_ORPHAN_S = 86400.0
+_STALE_UPLOAD_S = 86400.0
 """Age from which an unfinished upload counts as stale: no save takes that long."""
 
 
@@ -69,7 +141,7 @@ class Bucket:
     # Looking -----------------------------------------------------------------------------------------------------
 
     def saves(self, scope: str | None = None) -> tuple[BucketSave, ...]:
-        """Every committed checkpoint; with a `scope`, only those whose ids lie in that directory ("" for plain names).
+        """The committed checkpoints: all, or only those whose ids lie in the directory `scope` ("" for plain names).
 
         Sends one request for each directory and two for each checkpoint, many in parallel.
         """
@@ -99,7 +171,7 @@ class Bucket:
         return self._save(checkpoint_id, listing) if METADATA_NAME in listing.sizes else None
 
     def _save(self, checkpoint_id: str, listing: Listing) -> BucketSave | None:
-        """None: it was removed since it was listed."""
+        """The save of a directory with a commit mark; None if it was removed since the listing."""
         sizes, size = listing.sizes, listing.sizes[METADATA_NAME]
         is_ours = MANIFEST_NAME in sizes or any(map(is_save_id, listing.directories))
         problem = "its commit mark is damaged"
@@ -110,7 +182,7 @@ class Bucket:
                 mark = read_mark(self.client, checkpoint_id, size)
         except ObjectMissing:
             return None
-        # Not torn: a newer version's checkpoint must not look damaged, or like stock torch's.
+        # A newer version's checkpoint must look neither damaged nor like one of stock torch.
         except ManifestVersionUnknown:
             is_ours, mark, problem = True, None, OF_NEWER_FORMAT
         except StoreDenied as exc:
@@ -141,7 +213,7 @@ class Bucket:
             raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "no such file")
         directory = f"{save.checkpoint_id}/{save.mark.prefix}"
         if save.mark.is_slim:
-            # Until its optimizer's removal is complete, the other name may have the full save's; then this one is missing.
+            # While its optimizer is removed, `.manifest.json` may still be the full save's. Afterwards only that exists.
             with contextlib.suppress(ManifestInvalid, ObjectMissing):
                 return self._manifest_at(f"{directory}{SLIM_MANIFEST_NAME}", save.mark)
         return self._manifest_at(f"{directory}{MANIFEST_NAME}", save.mark)
@@ -154,14 +226,18 @@ class Bucket:
         return raw
 
     def is_described(self, save: BucketSave) -> bool:
-        """Whether the manifest of its mark is there, with the mark's checksum."""
+        """Whether the save's manifest is there, with the checksum in its mark."""
         try:
             return bool(self.manifest_raw(save))
         except (ManifestInvalid, ObjectMissing, ObjectCorrupt):
             return False
 
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
-        """The first bytes of an object, read again if they differ from `crc`. Raises ObjectCorrupt: none has so many."""
+        """The first bytes of an object, read again if their checksum is not `crc`.
+
+        Raises:
+            ObjectCorrupt: the object is shorter, or the size exceeds FILE_BYTES_MAX. StoreError
+        """
         if not 0 <= size_bytes <= FILE_BYTES_MAX:
             raise ObjectCorrupt(self.client.target.url, "read", key, f"its listed size is {size_bytes} bytes")
         raw = bytearray(size_bytes)
@@ -172,22 +248,22 @@ class Bucket:
                 break
         return bytes(raw)
 
-    # Bringing ----------------------------------------------------------------------------------------------------
+    # Uploading ---------------------------------------------------------------------------------------------------
 
     def put_shard(self, manifest: Manifest, name: str, source: UploadSource, paced: Paced) -> None:
         """Uploads one shard of a save to the key that its manifest implies.
 
         Raises:
-            SaveAborted, CheckpointExists: it would overwrite a shard of another save that is committed there.
+            SaveAborted, SaveSuperseded, CheckpointExists: it would overwrite a shard of another, committed save.
         """
-        # Without a prefix of its own a save's shards have the keys of the committed one's.
+        # Without a prefix of its own, this save's shards have the same keys as those of the committed save.
         if not prefix_of(manifest):
             self.check_place(manifest, self.save_of(manifest.checkpoint_id))
         self.client.put_shard(key_of(manifest, name), source, paced)
         failpoints.reach("upload.shard-arrived")
 
     def copy_shard(self, manifest: Manifest, name: str, source: str) -> bool:
-        """Copies the object `source` of this bucket as a shard of a save; False: it is to be uploaded.
+        """Copies the object `source` of this bucket as a shard of a save. False: that failed, and it must be uploaded.
 
         Raises as `put_shard`.
         """
@@ -239,7 +315,7 @@ class Bucket:
 
         Raises:
             SaveAborted: a newer save of the same id is committed there.
-            SaveSuperseded: the committed save is another run's, newer or not to be replaced. This save is in no bucket.
+            SaveSuperseded: the committed save is another run's, newer or not to be replaced.
             CheckpointExists: another job saved the same id at the same time, and its files have these keys.
             ObjectCorrupt: the mark that was read back differs from the written one.
         """
@@ -256,11 +332,11 @@ class Bucket:
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
         if not prefix_of(manifest):
             self.check_place(manifest, self.save_of(manifest.checkpoint_id))
-        # Before the mark: a mark without its manifest would be a checkpoint that nobody can read.
+        # Before the mark: a mark without its manifest would be a checkpoint that cannot be read.
         self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
         failpoints.reach("upload.manifest-put")
         for _ in range(_COMMIT_TRIES):
-            # Before the look: a mark that comes after it then fails the conditional write.
+            # Before the look: if another mark is written after it, the conditional write fails.
             version = self.client.version(key)
             # Right before the write: not every store has conditional writes.
             there = self.save_of(manifest.checkpoint_id)
@@ -314,7 +390,7 @@ class Bucket:
         own = f"{manifest.checkpoint_id}/{prefix_of(manifest)}__"
         steps: list[Callable[[], object]] = [
             partial(self.client.end_unfinished, own, 0),
-            partial(self.client.end_unfinished, "", _ORPHAN_S),
+            partial(self.client.end_unfinished, "", _STALE_UPLOAD_S),
         ]
         if before is not None and before.mark is not None:
             steps.append(partial(self._remove_files, before))
@@ -323,7 +399,7 @@ class Bucket:
             log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
     def mark_rejected(self, checkpoint_id: str, save_id: str, *, is_rejected: bool) -> bool:
-        """Marks a save that is committed here, or ends that; returns whether it is here. Another save is left alone."""
+        """Marks a committed save as rejected, or removes that mark. Returns whether the save is committed here."""
         there, key = self.save_of(checkpoint_id), f"{checkpoint_id}/{_REJECTED}{save_id}"
         if there is None or there.save_id != save_id:
             return False
@@ -345,7 +421,7 @@ class Bucket:
         self.remove_described(f"{save.checkpoint_id}/{save.mark.prefix if save.mark else ''}", save.sizes)
 
     def remove_described(self, directory: str, shards: Iterable[str]) -> None:
-        """Deletes the shards of a save without a mark, then its manifest: only the manifest leads to remaining shards.
+        """Deletes the shards of a save without a mark. Its manifest, which leads to remaining shards, goes last.
 
         Raises:
             StoreDenied: a shard may not be deleted, as under a legal hold; the others are deleted. StoreError
@@ -365,7 +441,7 @@ def key_of(manifest: Manifest, name: str) -> str:
 
 
 def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
-    """The manifest of a save in the bucket. For stock torch's checkpoint it is made up: sizes, and no checksums.
+    """The manifest of a save in the bucket. For stock torch it is made here, with sizes and without checksums.
 
     Raises:
         ManifestInvalid, ObjectMissing, StoreError
@@ -394,7 +470,7 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
 
 
 class ObjectShard(VerifiedShard):
-    """Reads one shard from a bucket by verified ranges. One thread. The bucket's client is shared and stays open."""
+    """Reads one shard from a bucket by verified ranges. For one thread. The bucket's client is shared and stays open."""
 
     def __init__(self, bucket: Bucket, key: str, expected: Expected) -> None:
         self._bucket = bucket
@@ -417,7 +493,7 @@ class UnmanagedObjectShard(ObjectShard, UnmanagedShard):
         UnmanagedShard.__init__(self, bucket.client.target.url, key, expected, items)
 
     def _connect(self) -> None:
-        # Without checksums of the file, only its size tells a file that was replaced since the survey.
+        # Without checksums of the file, only its size shows that it was replaced since the survey.
         found = self._bucket.client.size_bytes(self._key)
         if found != self._expected.size_bytes:
             raise self._corrupt(f"expected {self._expected.size_bytes} bytes, found {found}")

@@ -1,13 +1,23 @@
-"""Removal of a save from a bucket, committed or not, with the parts of an upload in progress."""
+"""Removal from a bucket: of a whole save, committed or not, or of a committed save's optimizer alone."""
 
 import logging
+from dataclasses import replace
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.commit_mark import own_prefix
-from replicated_ckpt.core.layout import MANIFEST_NAME, is_save_id
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_save_id
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.core.parts import is_optimizer_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
-from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave, is_superseded
+from replicated_ckpt.stores.bucket.bucket import (
+    SLIM_MANIFEST_NAME,
+    Bucket,
+    BucketSave,
+    is_superseded,
+    key_of,
+    prefix_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +25,8 @@ log = logging.getLogger(__name__)
 def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Manifest | None) -> bool:
     """Deletes a save. Returns whether it was committed there.
 
-    If it was not, the shards that `manifest` names and that have arrived are deleted; with None they are unknown and stay.
-    An upload in progress deletes the objects that it adds after this.
+    If it was not committed, the uploaded shards that `manifest` names are deleted. With None they are unknown, and stay. An
+    upload in progress deletes the objects that it adds after this.
 
     Raises:
         StoreError: some of it is still there.
@@ -64,7 +74,7 @@ def _read_manifest(bucket: Bucket, directory: str) -> Manifest | None:
 
 
 def _is_its_own_place(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether no other save that is committed there has its files in the same place."""
+    """Whether no other, committed save has its files in the same place of the bucket."""
     return bool(prefix_of(manifest)) or there is None or (there.mark is not None and bool(there.mark.prefix))
 
 
@@ -89,3 +99,61 @@ def _is_manifest_there(bucket: Bucket, manifest: Manifest) -> bool:
         return bucket.client.size_bytes(key) == len(raw) and bucket.small(key, len(raw)) == raw
     except (ObjectMissing, ObjectCorrupt):
         return False
+
+
+def slim_in_bucket(bucket: Bucket, checkpoint_id: str, save_id: str) -> bool:
+    """Removes the optimizer of a committed save, or the part of it that an earlier try has left. Returns False if there
+    is none.
+
+    One write replaces `.metadata` with its mark: at every instant the checkpoint is full or has exactly its weights. Any
+    number of agents may call this at once.
+
+    Raises:
+        ManifestInvalid, ObjectCorrupt: its manifest or metadata is damaged; the checkpoint is unchanged. StoreError
+    """
+    key = f"{checkpoint_id}/{METADATA_NAME}"
+    version, there = bucket.client.version(key), bucket.save_of(checkpoint_id)
+    if there is None or there.mark is None or there.save_id != save_id:
+        return False
+    manifest = decode_manifest(bucket.manifest_raw(there), bucket.client.target.url)
+    if not manifest.is_slim:
+        if manifest.weights is None:
+            return False
+        _mark(bucket, there, manifest, version)
+        failpoints.reach("upload.slim-marked")
+        there = bucket.save_of(checkpoint_id)
+        # Read back: another agent may have replaced it, or the store may have lost the answer.
+        if there is None or there.mark is None or there.save_id != save_id or not there.mark.is_slim:
+            return False
+    return _remove_optimizer(bucket, there)
+
+
+def _mark(bucket: Bucket, there: BucketSave, full: Manifest, version: str) -> None:
+    """Writes the slimmed save's manifest under its own name, then replaces the full save's mark by the slimmed save's."""
+    assert there.mark is not None
+    assert full.weights is not None
+    slim, key = full.slimmed(), f"{there.checkpoint_id}/{METADATA_NAME}"
+    raw = bucket.small(key, there.metadata_bytes, there.mark.metadata_crc32c)
+    smaller = raw[-(full.weights.bucket_bytes or full.weights.local_bytes) :]
+    wanted = slim.metadata_crc32c if slim.upload is None else slim.upload.metadata_crc32c
+    if (crc32c(raw), crc32c(smaller)) != (there.mark.metadata_crc32c, wanted):
+        raise ObjectCorrupt(bucket.client.target.url, "slim", key, "it does not match its manifest")
+    raw_manifest = slim.encode()
+    bucket.client.put(f"{there.checkpoint_id}/{there.mark.prefix}{SLIM_MANIFEST_NAME}", raw_manifest)
+    mark = replace(there.mark, manifest_crc32c=crc32c(raw_manifest), metadata_crc32c=wanted, is_slim=True)
+    bucket.client.put_over(key, smaller + mark.encode(), version)
+
+
+def _remove_optimizer(bucket: Bucket, there: BucketSave) -> bool:
+    """Gives the smaller manifest the usual name, then deletes the optimizer's objects. Returns whether any was left."""
+    assert there.mark is not None
+    directory = f"{there.checkpoint_id}/{there.mark.prefix}"
+    raw = bucket.manifest_raw(there)
+    manifest = decode_manifest(raw, bucket.client.target.url)
+    if not manifest.is_slim:
+        raise ManifestInvalid(f"The manifest at {directory} is not that of its mark.")
+    left = sorted(name for name in there.sizes if is_optimizer_of(name, manifest.shards))
+    bucket.client.put(f"{directory}{MANIFEST_NAME}", raw)
+    bucket.client.delete([f"{directory}{SLIM_MANIFEST_NAME}"])
+    bucket.client.delete([f"{directory}{name}" for name in left])
+    return bool(left)

@@ -7,8 +7,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NOD
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard
-from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
+from replicated_ckpt.stores.bucket.bucket import OF_NEWER_FORMAT, Bucket, BucketSave, ObjectShard
 from replicated_ckpt.stores.verified import Expected
 
 PIECE_BYTES = 16 << 20
@@ -32,10 +31,10 @@ class BucketInspector:
         self.newer: list[str] = []
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
-        for save in self.find_damage(checkpoint_id):
+        for save in self.list_saves(checkpoint_id):
             yield from self.inspect_save(save)
 
-    def find_damage(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
+    def list_saves(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
         """The committed saves of one checkpoint or of all. Their shards are not read."""
         if checkpoint_id is None:
             return self._bucket.saves()

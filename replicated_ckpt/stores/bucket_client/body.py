@@ -10,7 +10,7 @@ from replicated_ckpt.errors import StoreDenied, StoreError
 ANSWER_BYTES_MAX = 64 << 20
 """Limit of a page of a listing, or an error. A thousand keys with all their fields take some megabytes."""
 PAGES_MAX = 10_000
-"""Limit of one listing. A page has a thousand names."""
+"""Most pages of one listing. A page has a thousand names."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _REDIRECT_HINT = (
     "Pass the endpoint_url of the object store itself, with https:// if it needs that: redirects are not followed."
@@ -20,8 +20,8 @@ _REDIRECT_HINT = (
 class MemoryBody:
     """A file object over `data` for botocore and urllib3. `data` must not change meanwhile; `read` copies nothing.
 
-    With awscrt installed, botocore's signer copies a bytearray. One socket time-out also covers a whole bytearray, so on a
-    slow link no part would ever arrive. A file is sent in pieces of 128 KiB, each with its own time-out.
+    A bytearray as a body has two faults. With awscrt installed, botocore's signer copies it. And one socket time-out covers
+    all of it, so on a slow link no part would ever arrive. A file is sent in pieces of 128 KiB, each with its own time-out.
     Source: botocore 1.43, crt/auth.py and httpsession.py; CPython's socket.sendall.
     """
 
@@ -62,7 +62,7 @@ class BoundedSession:
     """botocore's HTTP session with a limit for answers that are read as a whole. Safe for concurrent use.
 
     botocore itself reads until the server stops sending. On a redirect without a bucket region it asks the same server for
-    the region, in a recursion without end.
+    the region, in an endless recursion. This session refuses such a redirect.
     """
 
     def __init__(self, session: Any, store: str) -> None:
@@ -94,7 +94,7 @@ class BoundedSession:
 
 
 class _BoundedAnswer:
-    """urllib3's answer with a limit for `stream`. A shard's bytes are read by `read` and `readinto`, without it."""
+    """urllib3's answer with a limit for `stream`. A shard is read by `read` and `readinto`, without that limit."""
 
     def __init__(self, raw: Any, store: str) -> None:
         self._raw = raw
@@ -118,7 +118,7 @@ class _BoundedAnswer:
 def read_pages(
     ask: Callable[..., Mapping[str, Any]], store: str, names: Mapping[str, str], **first: Any
 ) -> Iterator[Mapping[str, Any]]:
-    """The pages of a listing. `names` maps each parameter of the next request to the field of a page with its value.
+    """The pages of a listing. `names` maps each parameter of the next request to the field of a page that has its value.
 
     Raises:
         StoreError: the listing has no end, or a page has no new marker. Also the errors of `ask`.

@@ -1,4 +1,4 @@
-"""A directory that all nodes mount as a bucket, `file://`. No link below it is followed: others may write there."""
+"""The bucket at `file://`: a directory that all nodes mount. Links in it are not followed, as others may write there."""
 
 import contextlib
 import errno
@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import read_exactly, write_all
 from replicated_ckpt.stores.files.existence import closing_fd, open_plain
 
 _PIECE_BYTES = 4 << 20
-# Each try loses only to another process that removes the empty directory at that instant.
+# A try fails only if another process removes the empty directory at that instant.
 _CREATE_TRIES = 100
 _NO_OBJECT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LINK_HINT = (
@@ -83,7 +82,7 @@ class DirectoryClient:
             write_all(fd, data)
 
     def version(self, key: str) -> str:
-        """Nothing: a file system has no conditional writes."""
+        """Always "": a file system has no conditional writes."""
         del key
         return ""
 
@@ -101,11 +100,11 @@ class DirectoryClient:
                 paced(len(piece))
                 source.read(offset, piece)
                 write_all(fd, piece)
-        # By its name, after the rename: another process may have written it meanwhile.
+        # The file that has the name now: another process may have replaced it meanwhile.
         source.check_stored(self.target.url, key, self.size_bytes(key))
 
     def copy(self, source: str, key: str) -> None:
-        """A hard link: no object is written in place."""
+        """Makes a hard link, which is safe, as no object is written in place."""
         with (
             self._translate_errors("copy", source),
             self._open_parent(source) as (there, old),
@@ -134,7 +133,7 @@ class DirectoryClient:
 
     def _remove_empty(self, parts: list[str]) -> None:
         """Removes directories that a deleted object leaves empty; otherwise each look into the bucket would list them."""
-        with contextlib.suppress(OSError):  # one holds other objects, or another process has removed it
+        with contextlib.suppress(OSError):  # the directory holds other objects, or another process has removed it
             for depth in range(len(parts), 0, -1):
                 with self._open_parent("/".join(parts[:depth])) as (above, name):
                     os.rmdir(name, dir_fd=above)
@@ -149,12 +148,16 @@ class DirectoryClient:
 
     @contextmanager
     def _open_parent(self, key: str, *, is_made: bool = False) -> Iterator[tuple[int, str]]:
-        """The directory of an object, open, and the object's name in it. Raises NotADirectoryError for a link there."""
+        """The open directory of an object, and the object's name in it. With `is_made`, missing directories are made.
+
+        Raises:
+            NotADirectoryError: a link is on the way. OSError
+        """
         *parts, name = key.split("/")
         if is_made:
             self._root.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
-            # O_PATH: a directory that may be entered and not listed is enough.
+            # O_PATH: the user need not be allowed to list the directory.
             fd = opened.enter_context(closing_fd(os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)))
             for part in parts:
                 if is_made:

@@ -1,4 +1,4 @@
-"""Any bucket that fsspec speaks to: the general client, without the checksums and resumed uploads that only S3 offers."""
+"""Any bucket that fsspec supports: the general client, without the checksums and resumed uploads of our client for S3."""
 
 import contextlib
 import errno
@@ -21,16 +21,22 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, PART_BYTES, PARTS_PARALLEL, Listing, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import (
+    AWAY_HINT,
+    PART_BYTES,
+    PARTS_PARALLEL,
+    Listing,
+    Paced,
+    UploadSource,
+)
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_package
 
 LIST_TIMEOUT_S = 300.0
-"""Limit of one listing, which comes in pages of a thousand names, of a read, a small write or a removal."""
+"""Limit of one read, small write, removal or listing. A listing comes in pages of a thousand names."""
 
 
 def _without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of s3fs with redirects off. Its HTTP client would follow one anywhere, as to a cloud's metadata service."""
+    """Options of s3fs with redirects off. Its HTTP client would follow one to any host, even a cloud's metadata service."""
     try:
         from aiobotocore.config import AioConfig
         from aiobotocore.httpsession import AIOHTTPSession
@@ -114,7 +120,10 @@ class FsspecClient:
             )
 
     def _ask(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the file system with a time limit: s3fs follows endless listings, and gcsfs waits without a limit."""
+        """Calls the file system, with a time limit if it is asynchronous.
+
+        Without one, s3fs would follow an endless listing, and gcsfs would wait for ever.
+        """
         if not self._fs.async_impl:
             return getattr(self._fs, verb)(*args, **kwargs)
         return fsspec.asyn.sync(self._fs.loop, getattr(self._fs, f"_{verb}"), *args, timeout=LIST_TIMEOUT_S, **kwargs)
@@ -129,7 +138,7 @@ class FsspecClient:
                 if exc.errno != errno.EINVAL:
                     raise
                 raw = b""  # s3fs raises EINVAL for a range behind the object's end
-        # A consistent short answer passes every client: only this comparison finds it.
+        # No client raises an error for a short answer with a matching length: only this comparison finds it.
         if len(raw) != len(target):
             raise ObjectCorrupt(
                 self.target.url, "read", key, f"asked for {len(target)} bytes at {offset}, got {len(raw)}"
@@ -160,7 +169,7 @@ class FsspecClient:
         with self.translate_errors("write", key):
             is_s3 = self.target.scheme in ("s3", "s3a")
             extra = {"chunksize": self._part_bytes, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
-            # Not `open(path, "wb")`: an exception inside that block commits a truncated object.
+            # Not `open(path, "wb")`: an exception inside its block would commit a truncated object.
             self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         source.check_stored(self.target.url, key, self.size_bytes(key))
 

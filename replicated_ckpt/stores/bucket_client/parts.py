@@ -12,14 +12,13 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.body import MemoryBody, read_pages
-from replicated_ckpt.stores.bucket_client.client import PARTS_PARALLEL, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import PARTS_PARALLEL, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
 COPY_PART_BYTES = 512 << 20
-"""Of a copy inside the bucket; S3 copies up to 5 GiB in one request, which can take longer than a time-out."""
+"""Size of the parts of a copy inside the bucket. S3 copies up to 5 GiB in one request, but not always in time."""
 
 
 class MultipartClient(Protocol):
@@ -60,7 +59,7 @@ class MultipartUpload:
         self._where = {"Bucket": client.bucket, "Key": client.prefix + key}
 
     def run(self) -> str:
-        """Uploads missing parts and completes the upload; returns the checksum of its parts' checksums, as S3 has it."""
+        """Uploads missing parts and completes the upload; returns S3's checksum of its parts' checksums."""
         count = -(-self._source.size_bytes // self._part_bytes)
         if not self._resume():
             self._create()
@@ -75,7 +74,7 @@ class MultipartUpload:
                 self._client.s3.complete_multipart_upload(
                     **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
                 )
-        # The upload may be complete, or still be there: the note stays, and the next try asks.
+        # The upload may be complete, or still be there: the note stays, and the next try finds out.
         except (StoreUnavailable, StoreDenied):
             raise
         except StoreError:  # the server refuses parts that it lists itself: without the note the next try begins anew
@@ -116,7 +115,7 @@ class MultipartUpload:
                 **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
             )["ETag"]
         failpoints.reach("upload.part-sent")
-        # Completing needs the same checksum for each part as its upload had.
+        # To complete the upload, S3 needs the checksum of each part that was sent with one.
         stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}
         with self._lock:
             self._parts[number] = {"PartNumber": number, "ETag": etag, **stored}
@@ -126,7 +125,7 @@ class MultipartUpload:
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
         note |= {"file": [self._source.size_bytes, self._source.crc32c], "has_checksums": self._client.has_checksums}
         self._source.begun.note = note
-        # Durable before the first part: after a crash nobody else could find and end this upload.
+        # Durable before the first part: after a crash only the note leads to the parts that were sent.
         self._source.begun.keep()
 
     def _resume(self) -> bool:
@@ -141,7 +140,7 @@ class MultipartUpload:
             # S3 refuses to mix parts with and without checksums.
             self._client.has_checksums = bool(note["has_checksums"])
             self._upload_id = str(note["upload_id"])
-        # The note is a file of the agent: damaged, or of another version.
+        # The note comes from a file, which may be damaged or of another version.
         except (KeyError, TypeError):
             return False
         try:

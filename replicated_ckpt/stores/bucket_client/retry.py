@@ -7,12 +7,11 @@ from functools import partial
 from typing import TypeVar
 
 from replicated_ckpt.errors import ObjectCorrupt, StoreDenied, StoreUnavailable
-from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced, UploadSource
 
 T = TypeVar("T")
 READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0
-"""No retry begins later than this after the first try: of a read, and of a look while nodes are asked, too.
+"""Longest time from a first try to the last retry. LOOK_WITHIN_S is for listings while nodes are asked as well.
 
 A try that hangs takes the client's own time-out in addition.
 """
@@ -80,7 +79,6 @@ class RetryingClient:
         for key in keys:
             try:
                 self._try(partial(self._client.delete, [key]), self._within_s)
-            # Under a legal hold: the rest can still be deleted.
             except StoreDenied as exc:
                 denied.append(exc)
         if denied:

@@ -26,14 +26,13 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket_client.body import BoundedSession, MemoryBody, read_pages, without_expect
-from replicated_ckpt.stores.bucket_client.client import ARCHIVED, AWAY_HINT, PART_BYTES, Listing, Paced
+from replicated_ckpt.stores.bucket_client.client import ARCHIVED, AWAY_HINT, PART_BYTES, Listing, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.parts import (
     COPY_PART_BYTES,
     MultipartUpload,
     copy_in_parts,
     encode_crc,
 )
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 T = TypeVar("T")
@@ -152,13 +151,13 @@ class S3Client:
             answer = self.s3.get_object(Bucket=self.bucket, Key=self.prefix + key, Range=span)
             status = answer["ResponseMetadata"]["HTTPStatusCode"]
             with contextlib.closing(answer["Body"]) as body:
-                # Some servers ignore Range and answer 200 with the whole object: right only if that was asked for.
+                # Some servers ignore Range and answer 200 with the whole object: correct only if all of it was asked for.
                 if status != 206 and not (status == 200 and offset == 0 and answer["ContentLength"] == len(target)):
                     raise self._corrupt(key, f"asked for {span}, but the answer has status {status}")
                 done = 0
                 while done < len(target):
                     count = body.readinto(target[done : done + _SLICE_BYTES])
-                    # A consistent short answer raises nothing in botocore.
+                    # botocore raises no error for a short answer with a matching length.
                     if not count:
                         raise self._corrupt(key, f"asked for {span}, but the answer ended after {done} bytes")
                     done += count
@@ -183,7 +182,7 @@ class S3Client:
             send(**self.checksum_of(crc))
 
     def _with_checksum(self, op: str, key: str, send: Callable[..., T], checksum: Mapping[str, str]) -> T:
-        """Sends with a checksum for the store to verify. If the store takes it only without one, later calls omit it."""
+        """Sends a request with a checksum, which the store verifies. Later calls omit it if the store refuses checksums."""
         try:
             with self.translate_errors(op, key):
                 return send(**checksum)
@@ -192,7 +191,7 @@ class S3Client:
                 raise
         with self.translate_errors(op, key):
             answer = send()
-        self.has_checksums = False  # only once it has worked without: the refusal may have another reason
+        self.has_checksums = False  # only if it works without one: the refusal may have had another reason
         return answer
 
     def version(self, key: str) -> str:
@@ -208,7 +207,7 @@ class S3Client:
             self._put(key, data, crc32c(data), **condition)
         except StoreError as exc:
             code = exc.detail.partition(":")[0]
-            # Stores differ: 412, 409 with one of two codes, or a plain write. The caller reads the object back in any case.
+            # Stores differ: 412, 409 with one of two codes, or no support. The caller reads the object back in any case.
             if code in _CONDITION_FAILED:
                 return False
             if code not in _CONDITION_UNKNOWN:
@@ -280,7 +279,8 @@ class S3Client:
         stored, _, parts = str(found.get("ChecksumCRC32C", "")).partition("-")
         is_whole = not parts and (not of_parts or found.get("ChecksumType") == "FULL_OBJECT")
         expected = encode_crc(source.crc32c) if is_whole else of_parts
-        if stored and (is_whole or parts) and stored != expected:  # some stores say something else: moto does
+        # A checksum of neither kind, as moto reports, is ignored.
+        if stored and (is_whole or parts) and stored != expected:
             raise self._corrupt(key, f"expected CRC32C {expected}, but the store reports {stored}")
 
     def checksum_of(self, crc: int) -> dict[str, str]:

@@ -36,10 +36,10 @@ _VARIABLES: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     **dict.fromkeys(("az", "abfs", "abfss"), (_AZURE_CREDENTIALS, _AZURE_PLACES)),
 }
 """Option by variable, for each scheme: credentials, then places. Credentials are taken only if the user has passed none and
-no `anon`. Each place is taken on its own. If two variables set one option, the later one wins.
+no `anon`. Each place, such as an endpoint, is taken on its own. If two variables set one option, the later one wins.
 """
 _S3_CLIENT = {"AWS_DEFAULT_REGION": "region_name", "AWS_CA_BUNDLE": "verify"}
-"""The same of what s3fs takes in `client_kwargs`."""
+"""Option by variable, of the options that s3fs takes in `client_kwargs`."""
 
 
 def with_environment(scheme: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def with_environment(scheme: str, given: Mapping[str, Any], environment: Mapping
     inner = dict(options.get("client_kwargs") or {})
     credentials, places = _VARIABLES.get(scheme, ({}, {}))
     wanted = {variable: name for variable, name in places.items() if name not in options and name not in inner}
-    # All or none: half a pair from the options and half from the environment is refused as a whole.
+    # All or none: a key from the options and a secret from the environment would not fit together.
     if options.keys().isdisjoint({*credentials.values(), "anon", "credential"}):
         wanted |= credentials
     options |= {name: environment[variable] for variable, name in wanted.items() if environment.get(variable)}
@@ -75,8 +75,8 @@ def _of_fsspec(scheme: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
+"""Schemes of buckets. fsspec has others, such as archives, caches and shells, which are no buckets."""
 _DIRECTORIES = ("file", "local")
-"""SCHEMES are places for objects. fsspec has more, as archives, caches and shells, which are no buckets."""
 PROCESS_LOCAL_SCHEMES = ("memory",)
 _SECRET_CHARS_MIN = 4
 
@@ -142,10 +142,10 @@ class ObjectTarget:
         return self.scheme in _DIRECTORIES
 
     def check_is_apart(self, root: str | os.PathLike[str] | None) -> None:
-        """Raises ConfigInvalid: the bucket is a node's store, or it and `root` lie in one another.
+        """Raises ConfigInvalid: the bucket is a node's store, or it and `root` lie one inside the other.
 
-        Each would treat the other's files as its own: the mark in a bucket's `.metadata` is damage to a node. With
-        `root` None only the first is checked.
+        Each would treat the other's files as its own: to a node, the mark in a bucket's `.metadata` is damage. With
+        `root` None only the first condition is checked.
         """
         if not self.is_directory:
             return
@@ -178,7 +178,7 @@ class ObjectTarget:
     def _secrets(self) -> set[str]:
         found = set(_texts(self.options))
         plain = {self.url, *_plain_values(self.options)}
-        # Replacing a value of one or two letters would make every error unreadable.
+        # Replacing a very short value would make every error unreadable.
         return {value for value in found - plain if len(value) >= _SECRET_CHARS_MIN}
 
     def to_json(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ PAGE_BYTES = 4096
 
 
 def is_worthwhile(directory: Path, mode: str) -> bool:
-    """Whether files there are to be written past the page cache, as far as the file system allows it.
+    """Whether files there should be written past the page cache, as far as the file system allows it.
 
     "auto": if the file system lies on a block device of its own. Others (tmpfs, overlayfs, NFS, btrfs, ZFS) refuse it,
     or accept the flag and still write through the page cache. "on": tried everywhere. "off": nowhere.
@@ -55,10 +55,10 @@ def write_direct(fd: int, data: memoryview) -> int:
 
 
 def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
-    """The bytes of a file from its start on, in pieces of at most `scratch`, which is page-aligned and of whole pages.
+    """The bytes of a file from its start on, in pieces that lie in `scratch`: page-aligned memory of whole pages.
 
-    With direct I/O, where the file system has it, the page cache is unchanged, and other processes keep their pages.
-    Elsewhere each piece is dropped from the cache once the caller asks for the next. `fd` must not be shared.
+    On a file system with direct I/O the page cache is unchanged, and other processes keep their pages. Elsewhere each
+    piece is dropped from the cache once the caller asks for the next one. `fd` must not be shared.
     """
     is_direct = os.major(os.fstat(fd).st_dev) != 0 and switch_direct_io(fd, on=True)
     offset = 0
@@ -75,12 +75,12 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
             if is_direct:
                 switch_direct_io(fd, on=False)
             else:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what was read ahead
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # drops what the kernel read ahead
             return
         yield scratch[:count]
         if not is_direct:
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
-        elif count % PAGE_BYTES:  # the end is unaligned: read on buffered, as the file may have grown
+        elif count % PAGE_BYTES:  # an unaligned end: goes on without direct I/O, as the file may have grown
             is_direct = switch_direct_io(fd, on=False)
         offset += count
 

@@ -1,4 +1,4 @@
-"""Durable file operations, which survive a power loss once the call returns, and the translation of disk errors."""
+"""Durable file operations, whose results survive a power loss once the call returns, and the translation of disk errors."""
 
 import contextlib
 import ctypes
@@ -26,11 +26,11 @@ _HINT_BY_ERRNO = {
         (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
         "That file system does not support this: pass a root on one with locks and file modes, such as ext4 or XFS.",
     ),
-    errno.ESTALE: "The shared file system has lost it: mount it again. Use a root on the node's own disk.",
+    errno.ESTALE: "The shared file system has lost this file: mount it again. Use a root on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
     errno.EFBIG: "The file is too large for the limits there: raise `ulimit -f`, or pass a root on another file system.",
-    errno.EXDEV: "Files of one store lie on two file systems, as one is mounted inside the root. Unmount it, or pass a "
+    errno.EXDEV: "Files of one store lie on two file systems, one of them mounted inside the root. Unmount it, or pass a "
     "root on its own volume.",
     errno.ENAMETOOLONG: "Use a shorter checkpoint id, or a shorter root.",
     errno.ENOTDIR: "A file lies where a directory is needed: pass another root, or move the file away.",
@@ -42,7 +42,7 @@ _QUOTA_HINT = (
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The process or host is out of descriptors or memory: such an error proves nothing about the file."""
 NOT_OFFERED = (errno.EPERM, errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of mounts that do not offer a call, as flock or fchmod. NFS refuses flock on a directory with EBADF."""
+"""Errors of mounts that do not offer a call, such as flock or fchmod. NFS refuses flock on a directory with EBADF."""
 _REMOVALS_MAX = 5
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
 
@@ -101,7 +101,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def flush_later(path: Path) -> Callable[[], None]:
-    """Opens a file now; the returned function fsyncs it later, under any name. It does nothing for a missing file."""
+    """Opens a file now; the returned function fsyncs it later, even if it was renamed. A missing file is ignored."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _share(path: Path, gid: int) -> None:
 def make_directories(path: Path, above: Path) -> None:
     """Creates `path` below the existing `above`, durably: each name on the way is fsynced in its parent.
 
-    Existing names are fsynced, too: the process that made them may have been killed before its fsync, or not reached it.
+    Existing names are fsynced, too: the process that made them may not have reached its fsync.
     """
     if path == above:
         return
@@ -154,14 +154,13 @@ def make_directories(path: Path, above: Path) -> None:
 def make_root(path: Path) -> None:
     """Creates a directory, private to this user, and missing ones above it, durably: names are fsynced up to the mount.
 
-    Other users cannot write to the directories that it makes, whatever the umask is; `check_root` would refuse the root.
+    Whatever the umask, other users cannot write to these directories: otherwise `check_root` would refuse the root.
     A parent that this user may not read cannot be fsynced. It existed before, so its name needs no fsync here.
     """
     _make_directories(path, mode=0o700)
     for inner, outer in zip((path, *path.parents), path.parents, strict=False):
         if inner.is_mount():
             return
-        # Only a directory that existed before can be unreadable here: we made the others.
         with contextlib.suppress(PermissionError):
             fsync_directory(outer)
 
@@ -278,7 +277,7 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory if it is there, also while another process creates a few more files in it."""
+    """Removes a directory if it is there, even while another process creates a few more files in it."""
     for _ in range(_REMOVALS_MAX):
         try:
             shutil.rmtree(path)
@@ -330,10 +329,10 @@ def translate_read_errors(store: str, op: str, key: str) -> Iterator[None]:
 
 
 def raise_shortage(exc: Exception, path: Path) -> None:
-    """Called where an error of reading `path` is handled as damage. Does nothing for any other error.
+    """Keeps a shortage of descriptors or memory from being handled as damage of `path`. Does nothing for other errors.
 
     Raises:
-        StoreError: the process or host is out of descriptors or memory, which is not evidence of damage.
+        StoreError: the error is such a shortage.
     """
     if isinstance(exc, OSError) and exc.errno in SHORTAGES:
         raise store_error_of(exc, str(path.parent), "read", path.name) from exc
@@ -349,7 +348,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def rename_if_free(path: Path, target: Path) -> bool:
-    """Renames `path` unless `target` is there: False, and nothing changed, if it is."""
+    """Renames `path` unless `target` is there. If it is, returns False and changes nothing."""
     try:
         if _renameat2(path, target, _RENAME_NOREPLACE):
             return True
@@ -370,14 +369,14 @@ def _renameat2(first: Path, second: Path, flags: int) -> bool:
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flags) == 0:
         return True
     code = ctypes.get_errno()
-    # EPERM may be the file's own, of an immutable file: then a plain rename must not be tried.
+    # EPERM can also come from an immutable file: then a plain rename must not be tried.
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP) or (code == errno.EPERM and _is_filtered(flags)):
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))
 
 
 def _is_filtered(flags: int) -> bool:
-    """Whether a container's seccomp filter refuses the call as such: an empty path is ENOENT to a kernel that gets it."""
+    """Whether a container's seccomp filter refuses the call. A kernel that gets it returns ENOENT for the empty path."""
     _libc.renameat2(_AT_FDCWD, b"", _AT_FDCWD, b"", flags)
     return ctypes.get_errno() == errno.EPERM
 
@@ -397,7 +396,7 @@ def link_file(path: Path, target: Path) -> bool:
         if is_there(target) and os.path.samestat(path.lstat(), target.lstat()):
             return True
         path.lstat()
-        # A name of an interrupted try: it may be of other bytes, and link(2) does not replace.
+        # An interrupted try may have left the name, for other bytes, and link(2) does not replace it.
         target.unlink(missing_ok=True)
         os.link(path, target, follow_symlinks=False)
     except OSError as exc:

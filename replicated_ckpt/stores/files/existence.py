@@ -48,7 +48,7 @@ def is_link(path: str | Path) -> bool:
 def list_prefixed(directory: Path, prefix: str) -> list[Path]:
     """Paths in a directory whose names begin with `prefix`; empty if there is no such directory. Raises: OSError
 
-    For names of one save. `Path.glob` compiles each pattern, and caches hundreds.
+    For names of one save: `Path.glob` would compile and cache a pattern for each save.
     """
     try:
         return [directory / name for name in os.listdir(directory) if name.startswith(prefix)]  # noqa: PTH208 - names alone
@@ -72,7 +72,7 @@ def _look(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
 def leads_out(root: Path, checkpoint_id: str) -> bool:
     """Whether a symbolic link on the way to a checkpoint leads out of the root, or nowhere.
 
-    The guard against a link that would make an agent read or write outside its root for another user.
+    Without this check, a link could make an agent read or write outside its root for another user.
     """
     if _is_straight(root, checkpoint_id):  # the usual case: the check below costs ten times as much
         return False
@@ -88,7 +88,7 @@ def leads_out(root: Path, checkpoint_id: str) -> bool:
 
 
 def _is_straight(root: Path, checkpoint_id: str) -> bool:
-    """Whether each part of a checkpoint's name is seen to be no link, or nothing that is there."""
+    """Whether no part of a checkpoint's path is empty, "." or "..", or a link. A part may be missing."""
     at = str(root)
     for part in checkpoint_id.split("/"):
         at = f"{at}/{part}"
@@ -122,7 +122,7 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
 
 @contextlib.contextmanager
 def closing_fd(fd: int) -> Iterator[int]:
-    """As `contextlib.closing`, of a file descriptor."""
+    """As `contextlib.closing`, for a file descriptor."""
     try:
         yield fd
     finally:
@@ -130,7 +130,7 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 
 def open_plain_file(path: str | Path, flags: int = 0) -> FileIO:
-    """As `open_plain`, as a file to read."""
+    """As `open_plain`, but returns a file object."""
     return FileIO(open_plain(path, flags), "rb")
 
 

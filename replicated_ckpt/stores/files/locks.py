@@ -1,4 +1,4 @@
-"""Locks on files and directories. Each ends with `release` or with its process, even if that has forked meanwhile."""
+"""Locks on files and directories. Each ends with `release` or with its process, even if that process has forked."""
 
 import contextlib
 import errno
@@ -17,13 +17,13 @@ from replicated_ckpt.stores.files.existence import is_directory
 LOCK_TIMEOUT_S = 120.0
 """Longest wait for a lock that another thread or process holds."""
 LOCK_STOPPED_S = 2.0
-"""Longest wait while the holder is stopped: it cannot release the lock before someone continues it."""
+"""Longest wait while the holder is a stopped process, which cannot release the lock before it is continued."""
 _POLL_S = 0.005
 _POLL_FIRST_S, _POLL_MAX_S = 0.001, 0.02
 
 
 class Closable(Protocol):
-    """An object with a descriptor, as a socket."""
+    """An object with a descriptor, such as a socket."""
 
     def close(self) -> object:
         """Closes the descriptor. In a fork this must not affect the other processes that hold it."""
@@ -95,7 +95,7 @@ class DescriptorLock:
         except BlockingIOError:
             return False
         except OSError as exc:
-            # NFS and others refuse in their own ways: one error number for all, with its own hint.
+            # NFS and others refuse with different error numbers: ENOLCK for all of them, which has its own hint.
             if exc.errno not in NOT_OFFERED:
                 raise
             raise OSError(errno.ENOLCK, f"flock is refused ({exc.strerror})") from exc
@@ -185,7 +185,7 @@ class FileLock(DescriptorLock):
 
 
 def holder_of(path: Path) -> int | None:
-    """The process that took the flock of a file; None: no process, or one that is not visible, as in another container.
+    """The process that took the flock of a file; None: no process did, or it is not visible, as in another container.
 
     Source: proc(5), /proc/locks. None also where a file's device differs from that of its locks, as on btrfs.
     """
@@ -194,7 +194,7 @@ def holder_of(path: Path) -> int | None:
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
-            # Not positive: a lock of an open file description, or a process outside this pid namespace.
+            # A pid below 1: a lock of an open file description, or of a process outside this pid namespace.
             if fields[1] == "FLOCK" and fields[5] == device and int(fields[4]) > 0:
                 return int(fields[4])
     return None
@@ -232,7 +232,7 @@ def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:
 
 @contextlib.contextmanager
 def exclusive(directory: Path, within_s: float | None = None) -> Iterator[None]:
-    """Runs the block in one thread or process at a time. Without such a directory it does not lock.
+    """Locks a directory for the block, so that one thread or process runs it at a time. A missing one is not locked.
 
     Two processes that rename the same files would undo each other's work.
 

@@ -1,4 +1,4 @@
-"""Ownership of a store: a root and an agent's files are trusted only if no other user of the host can have put them."""
+"""Ownership of a store: its root and its agent's files are trusted only if no other user of the host can have made them."""
 
 import errno
 import grp
@@ -26,7 +26,7 @@ def check_root(root: Path) -> None:
     """Checks that the root is this user's, and that no other user can have replaced it by a directory or link.
 
     A user who can write a directory can rename its entries, unless it is sticky, as /tmp is. The root may belong to the
-    user root if this user can write it: kubelet makes volumes with fsGroup so.
+    user root if this user can write it, as in a volume that kubelet makes with fsGroup.
 
     Raises:
         StoreDenied: the check failed; the error names the path, its owner and its mode. OSError
@@ -66,9 +66,9 @@ def claim_root(root: Path) -> None:
     mounts.
     """
     if _is_open_and_empty(root):
-        with exclusive(root):  # another rank of this node may be ahead: the root is private by now, and used
+        with exclusive(root):  # another rank of this node may have made it private, and used it
             if _is_open_and_empty(root):
-                _close(root)
+                _close_to_others(root)
     check_root(root)
 
 
@@ -128,7 +128,7 @@ def _is_open_and_empty(root: Path) -> bool:
     return is_open and not _has_content(root)
 
 
-def _close(root: Path) -> None:
+def _close_to_others(root: Path) -> None:
     status = root.stat()
     root.chmod(0o700)
     # Another user may have put a file there between the first look and chmod.
@@ -169,7 +169,7 @@ def read_private(path: Path) -> bytes:
             raise _denial(path.parent, path, path.lstat(), "it is a symbolic link", f"Remove {path}.") from exc
         raise
     with os.fdopen(fd, "rb") as file:
-        # The open file, not its name: that may be another file by now.
+        # Of the open file: its name may belong to another file by now.
         _check_file(path.parent, path, os.fstat(fd))
         return file.read()
 
@@ -213,7 +213,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         links += 1
         if links > _LINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target = step.readlink()  # each step of a link's target can be replaced, too
+        target = step.readlink()  # each step of its target is checked, too: it can be replaced
         at = Path("/") if target.is_absolute() else at
         left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
@@ -228,7 +228,7 @@ def _check_file(root: Path, path: Path, status: os.stat_result) -> None:
 
 def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int]) -> None:
     if status.st_uid not in owners and not _is_trusted():
-        why = f"expected it to be of {' or '.join(_user(uid) for uid in sorted(owners))}"
+        why = f"it should belong to {' or '.join(_user(uid) for uid in sorted(owners))}"
         hint = (
             f"Another user controls its content. Use your own root. If {path} is yours, check its content, then "
             f"`chown` it. {TRUST_ROOT_ENV}=1 trusts all users of this host."
@@ -264,9 +264,9 @@ def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
 
 
 def _is_group_trusted(status: os.stat_result) -> bool:
-    """Whether the group is the owner's private group (same number), or the one of REPLICATED_CKPT_GROUP.
+    """Whether the group is the owner's private group (same number), or the group of REPLICATED_CKPT_GROUP.
 
-    For a directory of root, as a volume with fsGroup is, the private group of this user counts. Group 0 is never
+    For a directory of root, such as a volume with fsGroup, the private group of this user counts. Group 0 is never
     trusted: containers run processes of any user in it.
     """
     name = os.environ.get(GROUP_ENV)
@@ -283,12 +283,12 @@ def _is_trusted() -> bool:
 
 
 def _owners_of_root(root: Path) -> set[int]:
-    """Users who may own a root: this user, and root if this user can write to it."""
+    """Users who may own a root: this user, and the user root if this user can write to it."""
     return {os.geteuid(), 0} if os.access(root, os.W_OK) else {os.geteuid()}
 
 
 def _owners_above() -> set[int]:
-    """Users who may own the directories above: this user and root. A user namespace without root shows it as nobody."""
+    """Users who may own the directories above: this user and root, which a user namespace without root shows as nobody."""
     owners = {0, os.geteuid()}
     ranges = [tuple(map(int, line.split())) for line in _UID_MAP.read_text().splitlines()] if is_there(_UID_MAP) else []
     if ranges and not any(first <= 0 < first + count for first, _, count in ranges):

@@ -13,7 +13,7 @@ from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.wording import one_line
 
 _TRIED_BYTES = 4096
-_CANNOT_TELL = (errno.EOPNOTSUPP, errno.EISDIR)
+_CANNOT_TRY = (errno.EOPNOTSUPP, errno.EISDIR)
 """Errors of a file system without O_TMPFILE."""
 _WORDS_MAX = 200
 _UNLIMITED_BYTES = 1 << 62
@@ -23,7 +23,7 @@ _UNLIMITED_BYTES = 1 << 62
 class Room:
     """The free space of the file system of a root. A user without privileges may still write `free_bytes`.
 
-    `write_error` is the reason why no file can be written there now, and "" if a file can be, or if this was not tried.
+    `write_error`: why no file can be written there now; "" if a file can be written, or this was not tried.
     """
 
     free_bytes: int
@@ -49,20 +49,20 @@ class Room:
 
 
 def find_free_bytes(path: Path) -> int:
-    """What a user without privileges may still write on the file system of a path. Raises: OSError
+    """Bytes that a user without privileges may still write on the file system of a path. Raises: OSError
 
-    A ramfs, or a tmpfs of `size=0`, has no limit and reports only zeros: that does not mean full.
+    A ramfs, or a tmpfs of `size=0`, reports only zeros. It is not full: it has no limit.
     """
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED_BYTES
 
 
 def find_write_error(directory: Path, size_bytes: int = _TRIED_BYTES) -> OSError | None:
-    """The error of writing a file in a directory now; None: none, or it cannot be tried. It leaves no file."""
+    """Tries to write a file in a directory; returns the error. None: it worked, or cannot be tried. No file is left."""
     try:
         # Tried, not computed: statvfs shows neither quotas nor used-up inodes.
         with closing_fd(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)) as fd:
             write_all(fd, bytes(size_bytes))
     except OSError as exc:
-        return None if exc.errno in _CANNOT_TELL else exc
+        return None if exc.errno in _CANNOT_TRY else exc
     return None

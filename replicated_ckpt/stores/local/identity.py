@@ -18,7 +18,7 @@ from replicated_ckpt.stores.files.durable import (
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.ownership import claim_root
 from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_identity
-from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
+from replicated_ckpt.stores.local.versions.recycled import keep_room_to_start
 
 FRESH_IDENTITY = f".{NODE_NAME}."
 """Prefix of the temporary name under which an identity is written first."""
@@ -27,7 +27,7 @@ FRESH_IDENTITY = f".{NODE_NAME}."
 def ensure_identity(root: Path) -> str:
     """The durable identity of the store under `root`, made if there is none. Racing callers get the same one.
 
-    A staging area is made only after the identity is durable. Without one, another process may have just made the identity.
+    A staging area is made only after the identity is durable. Without one, the identity may be new, and is fsynced here.
 
     Raises:
         ConfigInvalid, StoreError
@@ -54,7 +54,7 @@ def ensure_identity(root: Path) -> str:
 
 
 def _name_if_free(fresh: Path, path: Path) -> None:
-    """Names the file unless another rank of this node was first. Falls back to a rename without hard links."""
+    """Names the file unless another rank of this node was first. Without hard links it renames the file."""
     try:
         os.link(fresh, path)
     except FileExistsError:
@@ -92,14 +92,15 @@ def _make_directory(root: Path) -> None:
 
 
 def find_identity(root: Path) -> str | None:
-    """As `read_identity`, but None if none was made. A root without permission raises instead.
+    """As `read_identity`, but returns None if no identity was made. A root that this user may not read raises an error.
 
     Raises:
         ConfigInvalid: the root lies inside a store, or above one, whose checkpoints are not its own.
     """
     with translate_errors(str(root), "identify", NODE_NAME):
         if not is_there(root / NODE_NAME):
-            if not any(is_there(root / name) for name in (MANIFEST_NAME, METADATA_NAME)):  # a reader finds none in one
+            # A root that is itself a checkpoint is no error here: a reader just finds nothing in it.
+            if not any(is_there(root / name) for name in (MANIFEST_NAME, METADATA_NAME)):
                 check_is_apart(root)
             return None
     return read_identity(root)

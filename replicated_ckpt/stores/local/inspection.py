@@ -63,7 +63,7 @@ class Inspector:
             yield from self._of_id(found)
 
     def sum_sizes(self, checkpoint_id: str | None = None) -> int:
-        """The bytes that `inspect` has to read, by the sizes of the files now; for progress."""
+        """The number of bytes that `inspect` has to read, from the present file sizes. For a display of progress."""
         catalog = self._store.catalog
         ids = catalog.directories() if checkpoint_id is None else [checkpoint_id]
         return sum(size for found in ids for size in catalog.look(found).sizes.values())
@@ -80,7 +80,7 @@ class Inspector:
         except StoreError as exc:
             if not is_unreadable(exc):
                 raise
-            # The disk has lost the directory itself: report it as damaged, and go on with the others.
+            # The disk has lost the directory itself. It counts as damaged, and the inspection goes on.
             self.unclaimed.append(UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True))
             path = str(self._store.root / checkpoint_id)
             what = "", MANIFEST_NAME, path, Problem.CORRUPT, "a directory", exc.detail
@@ -134,7 +134,7 @@ class Inspector:
         )
 
     def _of_unclaimed_files(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
-        """Findings of a directory without a valid manifest; none for stock torch's, which never has one."""
+        """Findings of a directory without a valid manifest. A checkpoint of stock torch needs none: no findings."""
         claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
         unclaimed = read_unclaimed_files(directory, self._node_id, tell_crc, self._holds, claimed)
         if unclaimed is None:

@@ -16,7 +16,7 @@ _MEMORY, _DISK = "memory", "disk"
 
 
 def note_memory_tier(store: LocalStore, tier: Path) -> None:
-    """Notes in both stores that `tier` is this store's memory tier, for `find_memory_tier` and `find_other_disk`."""
+    """Records in both stores that `tier` is this store's memory tier, for `find_memory_tier` and `find_other_disk`."""
     for noting, told in ((store, {_MEMORY: str(tier)}), (LocalStore(tier), {_DISK: str(store.root)})):
         path = noting.agent_directory() / NAME
         with translate_errors(str(noting.root), "note", NAME):
@@ -26,20 +26,20 @@ def note_memory_tier(store: LocalStore, tier: Path) -> None:
 
 
 def find_memory_tier(store: LocalStore) -> Path | None:
-    """The root of the last memory tier that ranks have used with this store; it may have been removed. None: none.
+    """The root of the last memory tier that ranks used with this store; it may have been removed. None: they used none.
 
     Raises:
-        StoreDenied: another user can have written the note.
+        StoreDenied: another user can have written the record.
     """
     root = _read(store).get(_MEMORY)
     return None if root is None else Path(root)
 
 
 def find_other_disk(tier: LocalStore, store: LocalStore) -> Path | None:
-    """The root of another store that uses `tier` as its memory tier; None if there is none, or it uses another by now.
+    """The root of another store that uses `tier` as its memory tier; None: there is none, or it uses another tier by now.
 
     Raises:
-        StoreDenied: another user can have written the note. OSError: the root cannot be looked at.
+        StoreDenied: another user can have written the record. OSError: the root cannot be looked at.
     """
     disk = _read(tier).get(_DISK)
     if disk is None or find_memory_tier(LocalStore(root := Path(disk))) != tier.root:

@@ -1,15 +1,16 @@
-"""A shard as a local file: written through a sink, read by verified ranges."""
+"""A shard as a local file: written through a sink, linked from a committed save, read by verified ranges."""
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.core.layout import PART_SUFFIX
-from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.core.layout import PART_SUFFIX, STAGING_DIR, ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
@@ -20,6 +21,11 @@ from replicated_ckpt.stores.files.durable import (
     translate_read_errors,
     write_vector,
 )
+from replicated_ckpt.stores.files.existence import closing_fd
+from replicated_ckpt.stores.files.locks import exclusive
+from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.directories.looked import crc_of_footer
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
@@ -62,13 +68,13 @@ class FileSink:
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
-                # Another process may still write it: it continues in the unlinked file, and `publish` refuses it.
+                # Another process may still write to this file. It continues in the unlinked file, which `publish` refuses.
                 part.unlink(missing_ok=True)
                 taken = None if recycled is None else recycled.take_file(part, shard or path.name)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 fd = os.open(part, flags, 0o640) if taken is None else taken
             except FileNotFoundError as exc:  # the staging directory was removed: the save has ended
-                raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
+                raise SaveAborted(f"The save that {path} belongs to has ended.") from exc
             sink = cls(path, fd, recycled, is_recycled=taken is not None)
             try:
                 set_mode(fd, 0o640)  # whatever the umask: the directories decide who may read it
@@ -109,7 +115,7 @@ class FileSink:
         write_vector(self._fd, pieces)
 
     def _rest_of(self, pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-        """Writes whole pages by direct I/O. If bytes remain, they are unaligned: it ends direct I/O for this file."""
+        """Writes whole pages by direct I/O, and returns the rest. An unaligned rest ends direct I/O for this file."""
         done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
         if len(pieces) == 1 and done == len(pieces[0]):
             return ()
@@ -151,7 +157,7 @@ class FileSink:
         with translate_errors(str(self._path.parent), "rename", self._path.name):
             is_own = self._is_own()
             failpoints.reach("store.shard-fsynced")
-            # A shard of a process that was replaced must not get the name: its bytes may be old.
+            # If another process writes this shard anew, this file must not get the name: its bytes may be old.
             if not is_own:
                 raise SaveAborted(f"{self._path} was aborted, or another process writes it anew.")
             if self._is_recycled and self._recycled is not None:
@@ -163,7 +169,7 @@ class FileSink:
                 failpoints.reach("store.shard-named")
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
-            os.close(self._fd)  # only now: after an error `discard` compares it with the file of that name
+            os.close(self._fd)  # only now: after an error `discard` compares this file with the one of that name
             self._fd = -1
 
     def _is_own(self) -> bool:
@@ -174,13 +180,13 @@ class FileSink:
             return False
 
     def discard(self) -> None:
-        """As every sink. A file that cannot be removed now is removed with its save."""
+        """As for every sink. A file that cannot be removed now is removed with its save."""
         if self._fd < 0:
             return
         try:
             if self._is_own():
                 self._part.unlink(missing_ok=True)
-        except OSError as exc:  # must not hide the error that it is discarded for
+        except OSError as exc:  # must not hide the error that led to the discard
             log.warning("%s is not removed now: %s", self._part, exc)
         os.close(self._fd)
         self._fd = -1
@@ -219,3 +225,65 @@ class ShardFile(OpenFile):
             found, expected = os.fstat(self._fd).st_size, self._expected
         if expected.needs_footer and found != expected.size_bytes:
             raise self._corrupt(f"expected {expected.size_bytes} bytes, found {found}")
+
+
+@dataclass(frozen=True)
+class CommittedShard:
+    """A shard of a committed save, with its size and the CRC32C of its file."""
+
+    checkpoint_id: str
+    save_id: str
+    name: str
+    size_bytes: int
+    crc32c: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError, TypeError: the fields are no such shard."""
+        checkpoint_id, save_id, name = fields["checkpoint_id"], str(fields["save_id"]), str(fields["name"])
+        # All three become parts of a path.
+        if not isinstance(checkpoint_id, str) or not is_checkpoint_id(checkpoint_id):
+            raise ValueError(f"{str(checkpoint_id)[:80]!r} is no checkpoint id")
+        if not is_save_id(save_id) or ShardName.parse(name) is None:
+            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
+        return cls(checkpoint_id, save_id, name, int(fields["size_bytes"]), int(fields["crc32c"]))
+
+
+def link_shard(
+    catalog: Catalog, path: Path, source: CommittedShard, is_bad: Callable[[os.stat_result], bool], *, durable: bool
+) -> None:
+    """Makes the staged `path` a hard link to the file of a committed shard. If `durable`, it survives a power loss.
+
+    If either save is removed, the other keeps its bytes: no committed file is written in place, and no file with two names
+    is recycled. `is_bad`: whether damage was found in this file.
+
+    Raises:
+        ObjectMissing: the shard is not here, or was removed. ObjectCorrupt: it is damaged, or has other bytes.
+            StoreError: the file system has no hard links, or `path` exists.
+    """
+    root, label = str(catalog.root), f"{source.checkpoint_id}/{source.name}"
+    with translate_errors(root, "link", label):
+        # Under this lock no version is removed: its file could be recycled, and overwritten.
+        with exclusive(catalog.root / STAGING_DIR):
+            entry = catalog.manifest_of(source.checkpoint_id, source.save_id).shards.get(source.name)
+            if entry is None or (entry.size_bytes, entry.crc32c) != (source.size_bytes, source.crc32c):
+                raise ObjectMissing(root, "link", label, f"it is not of save {source.save_id}")
+            with (
+                open_directory(catalog.root, source.checkpoint_id) as directory,
+                closing_fd(directory.open(source.name)) as fd,
+            ):
+                status = os.fstat(fd)
+                if status.st_size != source.size_bytes or is_bad(status) or crc_of_footer(fd) != source.crc32c:
+                    raise ObjectCorrupt(root, "link", label, "the file is damaged")
+                directory.link(source.name, path)
+                if not os.path.samestat(path.lstat(), status):  # a user has put another file there meanwhile
+                    path.unlink()
+                    raise ObjectCorrupt(root, "link", label, "the file was replaced")
+                if durable:
+                    os.fsync(fd)  # with ack="peer-memory" it was committed before it was durable
+        if durable:
+            fsync_directory(path.parent)
+    failpoints.reach("store.linked")

@@ -51,9 +51,10 @@ from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent, note_place
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
-from replicated_ckpt.stores.local.versions.linked import CommittedShard, link_shard
+from replicated_ckpt.stores.local.shard_file import CommittedShard, link_shard
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
+    check_replaceable,
     has_damaged_decision,
     has_decision,
     holds_all_shards,
@@ -65,14 +66,17 @@ from replicated_ckpt.stores.local.versions.publish import (
     remove_unmanaged,
 )
 from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
-from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_replaced, remove_unread
-from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
-from replicated_ckpt.stores.local.versions.slim import finish_slimming
+from replicated_ckpt.stores.local.versions.remove import (
+    finish_removals,
+    finish_slimming,
+    remove_replaced,
+    remove_unread,
+)
 
 log = logging.getLogger(__name__)
 
 NO_NODE = "none"
-"""In place of the identity of a store that has none yet."""
+"""Stands for the identity of a store that has none yet."""
 
 
 class LocalStore:
@@ -122,7 +126,7 @@ class LocalStore:
         return path
 
     def check_claimable(self) -> None:
-        """Raises StoreDenied if `agent_directory` would, as another user can write the root. Makes nothing."""
+        """Raises StoreDenied if `agent_directory` would, because another user can write the root. Creates nothing."""
         with translate_errors(str(self.root), "look at", NODE_NAME):
             check_claimable(self.root)
 
@@ -152,7 +156,8 @@ class LocalStore:
     def begin(self, intent: Intent, *, replaces_other_runs: bool = True) -> None:
         """Opens a save: afterwards its staging directory exists. Until `commit` no reader finds the save.
 
-        `replaces_other_runs`: it may replace another lineage's checkpoint that has the id now. Only a user may ask for it.
+        `replaces_other_runs`: the save may replace a checkpoint of another lineage that has the id now. Only a user may ask
+        for that.
 
         Raises:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
@@ -172,17 +177,17 @@ class LocalStore:
             make_directories(staging.parent, self.root)
             asked = "" if replaces is None or not replaces_other_runs else replaces.save_id
             intent = replace(intent, replaces=asked)
-            # Else it is a repeated opening, and the old intent has the nodes.
+            # Otherwise this opens the save again, and the old intent has the nodes.
             if intent.nodes or not self.intent_of(intent.save_id).nodes:
                 write_with_room(self.root, self.intent_path(intent.save_id), intent.encode(), is_name_flushed=False)
             failpoints.reach("store.intent-written")
             make_directory(staging)
-            # One fsync for intent and directory: either one alone is empty, and is removed.
+            # One fsync for intent and directory: after a power loss either one alone is an empty save, and is removed.
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
 
     def find_taken_numbers(self, checkpoint_id: str, save_id: str = "") -> frozenset[int] | None:
-        """The numbers in the file names of this checkpoint: of all versions here, and of staged saves.
+        """The numbers in this checkpoint's file names, in all versions here and in staged saves.
 
         None: another save than `save_id` is open and has no file here yet, so its number is unknown.
         """
@@ -198,7 +203,7 @@ class LocalStore:
         return frozenset(shard.index for shard in shards if shard is not None)
 
     def note_place(self, save_id: str, lineage: str, sequence: int) -> None:
-        """Notes the place of an open save in its lineage. Does nothing for a save that has ended. Raises: StoreError"""
+        """Records the place of an open save in its lineage. Does nothing if the save has ended. Raises: StoreError"""
         path = self.intent_path(save_id)
         with translate_errors(str(self.root), "write", path.name), contextlib.suppress(FileNotFoundError):
             try_with_room(self.root, partial(note_place, path, lineage, sequence))
@@ -217,7 +222,7 @@ class LocalStore:
         try:
             fd = open_plain(path)
         except FileNotFoundError as exc:
-            raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
+            raise SaveAborted(f"Save {save_id} is no longer open in {self.root}.") from exc
         lock = DescriptorLock(fd)
         lock.wait(path, shared=True)
         return lock
@@ -275,7 +280,7 @@ class LocalStore:
                 manifest = read_decision(staging, save_id)
                 if self._decided != save_id:  # its writer may have been killed before its fsync
                     fsync_directory(staging)
-                name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
+                name = intent.checkpoint_id or manifest.checkpoint_id  # the new name, if a user renamed the checkpoint
                 self._prepare(name, manifest, intent)
             failpoints.reach("commit.checked")
             publish(self.final(name), staging, manifest)
@@ -316,7 +321,7 @@ class LocalStore:
         (self.staging(save_id) / shard).rename(folder / f"{shard}.{uuid.uuid4().hex[:8]}")
         fsync_directory(folder)
         log.warning(
-            "%s of save %s was staged with different bytes than the save has: moved aside to %s", shard, save_id, folder
+            "%s of save %s was staged with bytes that differ from the save's: moved aside to %s", shard, save_id, folder
         )
 
     def is_published(self, save_id: str) -> bool:
@@ -338,7 +343,10 @@ class LocalStore:
         return directory / name if is_left else own
 
     def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:
-        """Removes a replaced version; False if a load reads it. The caller must have seen the newer save whole."""
+        """Removes a replaced version; False if a load reads it, or it is no longer replaced.
+
+        The caller must have seen the newer save whole.
+        """
         with translate_errors(str(self.root), "remove", checkpoint_id), exclusive(self.root / STAGING_DIR):
             if self.catalog.is_published(checkpoint_id, save_id) or self.is_staged(save_id):
                 return False  # it was published again, or a crash interrupted its publication
@@ -363,7 +371,7 @@ class LocalStore:
                             (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
     def compact_journal(self) -> None:
-        """Bounds the file of the journal. Raises: StoreError"""
+        """Bounds the size of the journal's file. Raises: StoreError"""
         with exclusive(self.root / STAGING_DIR):  # ranks append under this lock: a rewrite would lose their lines
             self.journal.compact()
 
@@ -405,13 +413,13 @@ class LocalStore:
                 self._discard(save_id, why)
 
     def note_end(self, save_id: str, end: End, why: str) -> None:
-        """Notes in the journal that a save has ended here. On an error it only logs: other nodes wait for more answers."""
+        """Records in the journal that a save has ended here. An error is only logged: other nodes then wait longer."""
         try:
             self.agent_directory()
             self.journal.append_end(save_id, end, why, is_flushed=end is not End.DROPPED)
         except StoreError as exc:
             log.warning(
-                "a part of save %s on other nodes is deleted once all others answer, or by hand, as %s", save_id, exc
+                "a part of save %s stays on other nodes until all answer, or until you delete it: %s", save_id, exc
             )
 
     def _discard(self, save_id: str, why: str = "") -> None:
@@ -423,7 +431,7 @@ class LocalStore:
             was_staged and bool(intent.checkpoint_id) and is_link_of_staged(self.final(intent.checkpoint_id), staging)
         )
         is_own = intent.coordinator == self.read_node_id() and not is_there(staging / MANIFEST_NAME)
-        if is_there(staging / MANIFEST_NAME):  # first, and durably: a decision without its shards would be committed
+        if is_there(staging / MANIFEST_NAME):  # first, and durably: else a crash could leave it without its shards
             (staging / MANIFEST_NAME).unlink()
             fsync_directory(staging)
         failpoints.reach("abort.undecided")
@@ -431,12 +439,12 @@ class LocalStore:
         if is_broken_off:
             remove_unread(self.catalog, intent.checkpoint_id, save_id)
         if (was_staged or is_own) and self._is_nowhere(save_id, was_staged=was_staged):
-            # Before the intent is removed: after a crash in between, the next start finds the intent and notes it.
+            # Before the intent is removed: after a crash in between, the next start finds the intent, and records the end.
             self.note_end(save_id, End.ABORTED if is_own else End.DROPPED, why)
         self._forget(save_id)
 
     def _is_nowhere(self, save_id: str, *, was_staged: bool) -> bool:
-        """Whether the save is certainly not published here. A damaged manifest may belong to one that is not staged."""
+        """Whether the save is certainly not published here. A damaged manifest may be of a save that is not staged."""
         is_sure = was_staged or not any(self.catalog.with_invalid_manifest())
         return is_sure and self.catalog.checkpoint_of(save_id) is None
 

@@ -14,7 +14,7 @@ from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _KEPT_MAX = 4096
 Tell = Callable[[str, int], int | None]
-"""The CRC32C of a file, by its name and descriptor, from the file's own contents; None: it contains none."""
+"""Finds the CRC32C of a file, given its name and descriptor, in its own contents; None: it is not there."""
 Holds = Callable[[int, int], bool]
 
 
@@ -54,7 +54,7 @@ class UnclaimedFilesReader:
         except StoreError as exc:
             if not is_unreadable(exc):
                 raise
-            # The disk has lost the directory: what was in it was ours, and is damaged.
+            # The disk has lost the directory: it counts as a damaged checkpoint of this package.
             return UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True)
 
     def _crc(self, name: str, fd: int) -> int | None:

@@ -46,7 +46,7 @@ class UnmanagedDirectory:
         self._prints: dict[tuple[str, str], tuple[_Signature, int]] = {}
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[UnmanagedHolding, ...]:
-        """The files of one such checkpoint, or of all. A file that vanishes meanwhile is left out."""
+        """The files of checkpoints without a manifest: of one or all. A file that vanishes meanwhile is left out."""
         names = [checkpoint_id] if checkpoint_id else list(Catalog(self.root).without_manifest())
         return tuple(holding for name in names for holding in self._holding(node_id, name))
 
@@ -100,13 +100,13 @@ class UnmanagedDirectory:
         return fd
 
     def read_raw(self, checkpoint_id: str, name: str, size_bytes: int) -> bytes:
-        """A small file of this size; otherwise as `open`."""
+        """Reads a small file of this size. Raises as `open`."""
         with os.fdopen(self.open(checkpoint_id, name, size_bytes), "rb") as file:
             return file.read(size_bytes)
 
 
 def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:
-    """CRC32C of a file, or of its beginning and its end, where the containers of items have the CRC32 of their data."""
+    """CRC32C of a file, or of its beginning and end: there the containers of items have the CRC32 of their data."""
     if is_whole or size_bytes <= 2 * _PRINT_BYTES:
         return hash_open_file(fd)[1]
     crc, piece = 0, memoryview(bytearray(_PRINT_BYTES))
@@ -146,7 +146,7 @@ class UnmanagedShard(VerifiedShard):
         super().__init__(store, name, expected)
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """The table of its footer; without a footer one block of unknown checksum."""
+        """The table in its footer. Without a footer: one block of unknown checksum."""
         size = expected.size_bytes
         self._footer = find_footer(
             lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked.end
@@ -191,7 +191,7 @@ class UnmanagedShard(VerifiedShard):
 
 
 class UnmanagedFileShard(OpenFile, UnmanagedShard):
-    """On this node's disk."""
+    """An unmanaged shard on this node's disk."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class UnmanagedFileShard(OpenFile, UnmanagedShard):
 
 
 class UnmanagedPeerShard(UnmanagedShard):
-    """On a peer's disk, through its agent, which refuses a file of another size. It closes the client."""
+    """An unmanaged shard on a peer's disk. The peer's agent refuses a file of another size. `close` closes the client."""
 
     def __init__(
         self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: UncheckedItems
@@ -276,7 +276,7 @@ class UnmanagedInspector:
         try:
             footer = find_footer(fetch, size_bytes, end_of(items))
         except ItemDamaged as exc:
-            yield "a file that stays as it is", str(exc)
+            yield "a file that does not change", str(exc)
         if footer.table is not None:
             found = self._twice(partial(check_blocks, fetch, footer.table))
             if found is not None:

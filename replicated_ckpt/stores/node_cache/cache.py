@@ -23,10 +23,11 @@ from replicated_ckpt.stores.files.locks import DescriptorLock
 
 SLOTS = 4
 OVER = 1 << 62
-"""A piece count beyond any cache's: written by a process that takes no more pieces."""
+"""A count above the pieces of any cache. A process that takes no more pieces records it as passed."""
 _PREFIX = "cache-"
 _TRIES = 16
 _PULSE, _LEFT, _SILENT, _ENTRIES = 0, 1, 2, 10
+"""Indexes of the first words on a board: the pulse, whether the owner has left, silent nodes, the entries of the slots."""
 _ENTRY_WORDS = 4
 
 
@@ -61,14 +62,14 @@ class Board:
         self._words[_LEFT] = 1
 
     def count_passed(self, fetcher: int) -> int:
-        """The number of first pieces of rank `fetcher`'s cache that the owner no longer needs; -1: not opened yet."""
+        """How many of the first pieces of rank `fetcher`'s cache the owner no longer needs; -1: it is not opened yet."""
         return int(self._words[self._passed + fetcher]) - 1
 
     def pass_pieces(self, fetcher: int, count: int) -> None:
         self._words[self._passed + fetcher] = count + 1
 
     def entry(self, number: int) -> tuple[int, int, int, int]:
-        """The slot of piece `number`: the number of the piece in it or -1, its begin, size and checksum."""
+        """The entry of piece `number`'s slot: the number of the piece in it or -1, its begin, size and checksum."""
         start = _ENTRIES + _ENTRY_WORDS * (number % SLOTS)
         there, begin, size_bytes, crc = self._words[start : start + _ENTRY_WORDS]
         return there - 1, begin, size_bytes, crc
@@ -97,7 +98,7 @@ class Board:
 
 
 def _check_of(number: int, piece: memoryview) -> int:
-    """A CRC32C that starts with the piece's number: in a torn entry the number may be another piece's."""
+    """A CRC32C that covers the piece's number, too: a torn entry may have another piece's number."""
     return crc32c(piece, number & 0xFFFFFFFF)
 
 
@@ -123,10 +124,10 @@ class _Shape:
 
 
 class RankCache:
-    """This process's own cache. Its pieces are numbered from 0, in the order in which it announced them."""
+    """This process's own cache. Its pieces are numbered from 0, in the order in which all ranks take them."""
 
     def __init__(self, path: Path, lock: DescriptorLock, memory: mmap.mmap, shape: _Shape) -> None:
-        """For a named, locked and mapped file, which `create` makes."""
+        """Takes a file that `create` has named, locked and mapped."""
         self._fd = lock.fd
         self._close = weakref.finalize(self, _remove, path, lock)
         self.name = path.name
@@ -162,11 +163,11 @@ class RankCache:
             os.posix_fallocate(self._fd, self._shape.header_bytes, size_bytes)
 
     def slot(self, number: int) -> memoryview:
-        """The memory for piece `number`. The caller ensures that no rank needs the piece in it."""
+        """The memory for piece `number`. The caller ensures that no rank needs the piece that is in it now."""
         return self._shape.slot(self._map, number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the takers, and returns its memory in the slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the takers, and returns its memory in the slot. None: each taker must fetch it."""
         slot = self._shape.slot(self._map, number)
         if piece is None:
             self.board.set_entry(number, 0, 0, 0)
@@ -186,7 +187,7 @@ class RankCache:
             self.board.leave()
             self._close()
             self.board.release()
-            # A thread still fetches into a slot: the mapping ends with the last view.
+            # BufferError: a thread still fetches into a slot. The mapping ends with the last view.
             with contextlib.suppress(BufferError):
                 self._map.close()
 
@@ -195,7 +196,7 @@ class OtherRankCache:
     """Another process's cache, for one of its takers. Safe for concurrent use, except `close`."""
 
     def __init__(self, fd: int, memory: mmap.mmap, shape: _Shape) -> None:
-        """For an open and mapped file, which `open` makes."""
+        """Takes a file that `open` has opened and mapped."""
         self._fd = fd
         self._map = memory
         self._shape = shape
@@ -239,7 +240,7 @@ class OtherRankCache:
 
 
 def is_any_cache_locked(directory: Path) -> bool:
-    """Whether a rank of this node has a cache, as it has while it may fetch from other nodes for a load."""
+    """Whether a rank of this node has a cache. A rank has one while it may fetch from other nodes for a load."""
     return any(_is_file_locked(path) for path in directory.glob(f"{_PREFIX}*"))
 
 
@@ -262,7 +263,7 @@ def _is_locked(fd: int) -> bool:
 def _create_locked_file(directory: Path) -> tuple[Path, DescriptorLock]:
     """A new file, locked and named.
 
-    Before it is locked, a sweep of another process may remove it as a dead process's. Then another one is made.
+    Before it is locked, `sweep` of another process may remove it as a dead process's. Then another file is made.
     """
     for _ in range(_TRIES):
         path = directory / f"{_PREFIX}{uuid.uuid4().hex}"

@@ -9,13 +9,13 @@ Invariants, with the code that keeps each:
   a changed plan, does not share (`dcp.load.sharing`).
 - S3: A rank takes and fetches pieces in one order. Earlier pieces get memory first (`core.reading.windows.in_order`).
 - S4: A rank has three reasons to wait. A taker waits for a piece. A fetcher waits for a slot until all takers have passed
-  the piece four before. At its end, an owner waits until its takers have opened its cache, each taker's first step.
-- S5: Only its owner writes a cache. It records there when it ends, fails or shares nothing. If the owner dies, the file's
+  the piece four before. At its end, an owner waits until its takers have opened its cache: each taker opens it first.
+- S5: Only its owner writes a cache. The owner records there when it ends, fails or shares nothing. If it dies, the file's
   lock is released (`Exchange.leave`, `OtherRankCache.is_locked`).
 - S6: A taker checks the CRC32C and the number of its own copy, so the bytes are safe even if a wait is aborted
   (`OtherRankCache.copy`).
-- S7: A rank waits for a silent rank for 5 s, the next times in this load for 1 s, and for a dead rank for 1 s. A rank
-  that waits for a working rank counts as working (`Exchange._wait_for`).
+- S7: A rank waits 5 s for a silent rank, later in the same load only 1 s. It waits 1 s for a dead rank. A rank that
+  waits for a working rank counts as working (`Exchange._wait_for`).
 - S8: If one rank's request to a node timed out, all ranks of its own node ask that node last. If the request was for the
   survey or `.metadata`, all ranks of the load ask it last (`AnySource._in_order`, `plan_sharing`).
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 5.0
 QUIET_S = 1.0
-"""Age up to which a pulse counts as fresh: a slow process, or one that waits for a processor, pulses as often."""
+"""Age up to which a pulse counts as fresh. Even a slow process, or one that waits for a processor, pulses as often."""
 _STEP_MAX_S = 0.1
 _POLL_S = 0.0005
 _POLL_MAX_S = 0.01
@@ -58,13 +58,13 @@ class Pause:
 
 @dataclass
 class StallTimeout:
-    """Whether this process has once waited STALL_TIMEOUT_S in vain. If so, it drops a silent rank of this load at once."""
+    """Whether this process has once waited STALL_TIMEOUT_S in vain. If so, its later waits in this load take QUIET_S."""
 
     is_over: bool = False
 
 
 class Wait:
-    """One wait of one thread. A step of more than _STEP_MAX_S counts as that: this process itself may have been stopped."""
+    """One wait of one thread. The time between two calls counts as at most _STEP_MAX_S: this process may be stopped."""
 
     def __init__(self, timeout: StallTimeout) -> None:
         self._timeout = timeout
@@ -72,14 +72,14 @@ class Wait:
         self._quiet_s = 0.0
 
     def find_lost(self, caches: Mapping[int, OtherRankCache]) -> list[int]:
-        """The ranks that no rank needs to wait for any longer: dead, or silent for too long."""
+        """The ranks that this rank must no longer wait for: they are dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now
         age_by_rank = {rank: _age_s(cache, now) for rank, cache in caches.items()}
         quiet = [rank for rank, age_s in age_by_rank.items() if age_s >= QUIET_S]
         self._quiet_s = self._quiet_s + step_s if quiet else 0.0
-        has_waited = self._quiet_s > QUIET_S  # all may have been stopped together, and the others about to continue
+        has_waited = self._quiet_s > QUIET_S  # all may have been stopped together, and the others are about to continue
         is_over = self._timeout.is_over
         silent = {rank for rank in quiet if is_over or (has_waited and age_by_rank[rank] >= STALL_TIMEOUT_S)}
         dead = {rank for rank in quiet if not caches[rank].is_locked()}
@@ -89,7 +89,7 @@ class Wait:
 
 
 def _age_s(cache: OtherRankCache, now: float) -> float:
-    """The age of its owner's last pulse. A pulse in the future comes from another host's clock, and is ignored."""
+    """Seconds since the last pulse of the cache's owner. A pulse in the future is of another host's clock: infinite."""
     age_s = now - cache.board.pulse_ns / 1e9
     return age_s if age_s >= 0 else math.inf
 
@@ -105,14 +105,14 @@ class Found(Enum):
 class Exchange:
     """One rank's part in the exchange of its node during one load.
 
-    The rank's own thread takes; the threads that fetch ahead call `wait_for_slot`, `slot` and `put_piece`. The rank
+    The rank's own thread takes pieces; the threads that fetch ahead call `wait_for_slot`, `slot` and `put_piece`. The rank
     waits for another one only in `take_piece`, `wait_for_slot` and `wait_until_opened`.
     """
 
     def __init__(
         self, rank: int, cache: RankCache, others: Mapping[int, OtherRankCache], units: Sequence[Unit]
     ) -> None:
-        """`others`: the caches that could be opened. `units`: those of the node, alike for all of its ranks."""
+        """`others`: the caches that could be opened. `units`: the shared units, the same for all ranks of the node."""
         self._rank = rank
         self._cache = cache
         self._others = others
@@ -154,13 +154,13 @@ class Exchange:
         return unit.fetcher == self._rank
 
     def number_of(self, unit: Unit) -> int:
-        """Its number in the cache of its fetcher."""
+        """The number of the unit's piece in the cache of its fetcher."""
         return self._number_by_window[unit.window]
 
     # Giving --------------------------------------------------------------------------------------------------------
 
     def slot_awaits(self, number: int) -> list[int]:
-        """The ranks that still need the piece now in the slot of this rank's piece `number`."""
+        """The ranks that still need the older piece in the slot for this rank's piece `number`."""
         before = number - SLOTS
         takers = self._takers[before] if before >= 0 else ()
         return [taker for taker in takers if not self._has_passed(taker, before)]
@@ -188,11 +188,11 @@ class Exchange:
         return self._cache.slot(number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Publishes piece `number` to the others, and returns its memory in the slot. None: each of them must fetch it."""
+        """Publishes piece `number` to the others, and returns its memory in the slot. None: each taker must fetch it."""
         return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:
-        """Marks an own piece as used by this rank. Once all takers have passed it, its slot is free."""
+        """Marks a piece in this rank's cache as used by this rank. Once all takers have passed it, its slot is free."""
         self._cache.board.pass_pieces(self._rank, self.number_of(unit) + 1)
 
     # Taking --------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Exchange:
         if unit.fetcher in self._lost:
             return Found.NEVER
         board, number = self._others[unit.fetcher].board, self.number_of(unit)
-        # Read before the entry, as it is written after it: else a piece could seem lost that has just come.
+        # Read before the entry, since the owner writes it after the entry: else a new piece could seem lost.
         is_over = board.has_left or board.count_passed(unit.fetcher) > number
         there = board.entry(number)[0]
         if there == number:
@@ -220,7 +220,7 @@ class Exchange:
         number = self.number_of(unit)
         piece = self._others[unit.fetcher].copy(number, self._memory) if found is Found.THERE else None
         with self._lock:
-            # Another thread may have given the fetcher up: its OVER must not be lowered.
+            # Another thread may have stopped waiting for the fetcher: the OVER that it recorded must stay.
             if unit.fetcher not in self._lost:
                 self._cache.board.pass_pieces(unit.fetcher, number + 1)
         return piece
@@ -232,7 +232,7 @@ class Exchange:
         self._cache.board.pulse(time.monotonic_ns())
 
     def _wait_for(self, ranks: Sequence[int], wait: Wait) -> None:
-        """Looks once at the awaited ranks. Copies their pulses: a waiting rank must not look more alive than they are."""
+        """Looks once at the awaited ranks. Copies their pulses: this rank must not look more alive than they are."""
         caches = {rank: self._others[rank] for rank in ranks}
         for rank in wait.find_lost(caches):
             self.stop_waiting_for(rank)

@@ -1,1 +1,1 @@
-"""Where an export writes: a directory or a URL."""
+"""The output of an export: a directory or a URL."""

@@ -1,4 +1,7 @@
-"""Requests and answers of an agent: the paths of files, a range of bytes, and a JSON object or one of our errors."""
+"""Requests and answers of an agent: the paths of files, a range of bytes, and a JSON object or one of our errors.
+
+Agents and ranks work together if their releases have one protocol. For others, the error names both releases.
+"""
 
 import contextlib
 import errno
@@ -7,6 +10,7 @@ import json
 import time
 import urllib.parse
 from collections.abc import Iterator
+from email.message import Message
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +32,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.verified import TooSlow
+from replicated_ckpt.version import PROTOCOL, RELEASE_HEADER, __version__
 from replicated_ckpt.wording import one_line
 
 _MESSAGE_CHARS = 10_000
@@ -45,14 +50,12 @@ _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
     503: (StoreUnavailable,),
     507: (StoreFull,),
 }
-"""Error classes that a status may stand for. The agent names one; else it is the first."""
+"""Error classes that a status may stand for: the one that the agent names, or the first."""
 
 
 @contextlib.contextmanager
 def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
-    """For a block that parses another process's message. `what` is the start of the error text, such as "node b
-    answered wrongly".
-    """
+    """Turns errors of a block that parses a message into a PeerProtocolError. `what` begins its text: "node b answered"."""
     try:
         yield
     except _PROBLEMS + others as exc:
@@ -68,16 +71,16 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
     try:
         answer = json.loads(raw)
     except (ValueError, RecursionError) as exc:
-        raise PeerProtocolError(f"{what}, but sent no JSON: {raw[:80]!r}.") from exc
+        raise PeerProtocolError(f"{what} without JSON: {raw[:80]!r}.") from exc
     if not isinstance(answer, dict):
-        raise PeerProtocolError(f"{what} with {type(answer).__name__}.")
+        raise PeerProtocolError(f"{what} with JSON of the type {type(answer).__name__}.")
     return answer
 
 
 def refusal(
     status: int, raw: bytes, peer: str, method: str, path: str, wrong_token_hint: str | None = None
 ) -> ReplicatedCkptError:
-    """The error that an agent answered to a request, with its class, message and hint.
+    """The error with which an agent answered a request: its class, message and hint.
 
     `wrong_token_hint`: the hint for an unknown token, which means that another agent listens at the address.
     """
@@ -89,7 +92,7 @@ def refusal(
     hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     if status == HTTPStatus.UNAUTHORIZED:
         hint = wrong_token_hint or hint
-    # Only classes of this status: the class name in the answer is a peer's text.
+    # Only classes of this status: the class name in the answer is text from a peer.
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))
     kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
     if issubclass(kind, StoreError):
@@ -143,3 +146,54 @@ def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float,
             raise CutOff(errno.ECONNRESET, "the peer closed the connection too early")
         done += count
     response.close()  # ends the answer only: the connection is used again
+
+
+RELEASES_HINT = (
+    "All ranks and agents of a job need releases of one protocol. Install the newer release on all nodes, "
+    "restart the agents of systemd or Kubernetes, and start the job again."
+)
+_VERSION_CHARS = 40
+_STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
+"""Unchanged in every protocol, so that an agent of any release can be inspected and replaced."""
+
+
+def describe_release(said: object) -> str:
+    """The release that a process announced, in words; "" if it has this protocol."""
+    protocol, _, version = one_line(str(said or ""), _VERSION_CHARS).partition(" ")
+    if protocol == str(PROTOCOL):
+        return ""
+    return f"{version or 'an unknown release'} (protocol {protocol or 'unknown'})"
+
+
+def check_release(headers: Message, path: str, peer_host: str) -> None:
+    """Accepts a request whose sender's release has this protocol, or that names no release, as requests by curl do.
+
+    A request for one of the `_STABLE` paths is always accepted.
+
+    Raises:
+        ConfigInvalid: the sender's release has another protocol.
+    """
+    said = headers.get(RELEASE_HEADER)
+    if said is None or path.partition("?")[0] in _STABLE:
+        return
+    other = describe_release(said)
+    if other:
+        raise ConfigInvalid(
+            f"This agent runs replicated_ckpt {__version__} (protocol {PROTOCOL}), but the calling process at "
+            f"{peer_host} runs {other}.",
+            RELEASES_HINT,
+        )
+
+
+def check_rank(said: object, rank: int, own_rank: int) -> None:
+    """The same check for a post of another rank of the job. All releases so far share the format of posts.
+
+    Raises:
+        ConfigInvalid: the rank's release has another protocol.
+    """
+    other = describe_release(said)
+    if other:
+        raise ConfigInvalid(
+            f"Rank {rank} runs replicated_ckpt {other}, but rank {own_rank} runs {__version__} (protocol {PROTOCOL}).",
+            RELEASES_HINT,
+        )

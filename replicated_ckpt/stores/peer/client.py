@@ -65,12 +65,12 @@ class AgentAddress:
         return f"node {self.node_id} at {self.host}:{self.port}"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields with the token, for clients of the agent. Lists for others must not contain it."""
+        """The fields with the token, for clients of the agent. Lists for others must omit the token."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
-        """Raises ValueError, KeyError, TypeError: refused here, as every request to such an address would fail."""
+        """Raises ValueError, KeyError, TypeError: no request to such an address could succeed."""
         fields = dict(fields)
         address = cls(
             str(fields["node_id"]),
@@ -100,7 +100,7 @@ def open_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTP
 
 
 class AgentClient:
-    """One connection to one agent, reopened when it broke. Not safe for concurrent use: one client a thread."""
+    """One connection to one agent, reopened after it broke. For one thread."""
 
     def __init__(self, address: AgentAddress, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self.address = address
@@ -150,7 +150,7 @@ class AgentClient:
 
     def body_of(self, response: http.client.HTTPResponse, size_max: int, request: str) -> bytes:
         """The whole body of an answer with a length or chunks. A truncated body raises ConnectionResetError."""
-        # Such a body ends with the connection: a cut one would look complete.
+        # Otherwise the body ends with the connection, and a truncated one would look complete.
         if response.length is None and not response.chunked:
             self._connection.close()
             raise PeerProtocolError(f"{self.address.label} answered {request} without a length.")
@@ -248,9 +248,7 @@ class AgentClient:
             raise refusal(status, raw, self.address.label, method, path, wrong_token_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
-        """Called after a broken send: raises the error, such as a full disk, that the agent answered before it closed,
-        if any.
-        """
+        """Called after a broken send. If the agent answered with an error before it closed, raises that error."""
         try:
             response = self._connection.getresponse()
             self.raise_for(response.status, response.read(1 << 16), "PUT", path)

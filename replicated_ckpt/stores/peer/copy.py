@@ -25,7 +25,7 @@ SLOW_BYTES_PER_S = 1 << 20
 
 SLOW_READ_S = 10.0
 SLOWDOWN_ALLOWED = 12
-"""Factor on the time of a range without another source, or for re-protection."""
+"""Factor on the time limit of a range if there is no other source to turn to, and in re-protection."""
 
 
 class PeerSink:
@@ -110,7 +110,7 @@ class PeerShard(VerifiedShard):
         super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected)
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        """Requests a range again if the connection ends in it: only lost bytes on the peer's disk end it a second time."""
+        """Fills `target`, in two tries. If the connection ends in the middle twice, the peer's disk has lost bytes."""
         within_s = SLOW_READ_S + len(target) / SLOW_BYTES_PER_S
         within_s *= 1 if self._is_preferred() else SLOWDOWN_ALLOWED
         for is_last in (False, True):
@@ -132,7 +132,7 @@ class PeerShard(VerifiedShard):
 
 
 def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> bool:
-    """Reports a bad file to its node, whose agent reads it again and repairs it. False if that failed, which is logged."""
+    """Reports a bad file to its node, whose agent reads it again and repairs it. False, and logged: the report failed."""
     document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
     try:
         with AgentClient(address) as client:

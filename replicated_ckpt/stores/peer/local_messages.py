@@ -45,7 +45,7 @@ def listen(directory: Path) -> socket.socket:
 
 
 def connect(directory: Path, timeout_s: float) -> socket.socket:
-    """The rank's end. Raises OSError: no agent listens there. StoreDenied: another user's does."""
+    """The rank's end. Raises OSError: no agent listens there. StoreDenied: another user's process does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
@@ -68,11 +68,11 @@ def check_same_user(connection: socket.socket) -> None:
 
 
 def send_message(connection: socket.socket, fields: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Raises OSError: the other end is gone, or takes nothing."""
+    """Sends one message. Raises OSError: the other end has closed, or takes nothing in time."""
     raw = json.dumps(fields).encode()
     head = _HEAD.pack(len(raw))
     if descriptors:
-        # With the head: descriptors need a byte to travel with, and a short message is sent at once.
+        # With the head: descriptors must accompany some bytes, and so few bytes are never split.
         socket.send_fds(connection, [head], list(descriptors))
     else:
         connection.sendall(head)
@@ -89,7 +89,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[int
     try:
         return _receive_rest(connection, head), descriptors
     except BaseException:
-        # They are open in this process by now, whatever was wrong with the message.
+        # The descriptors are open in this process by now, whatever was wrong with the message.
         for descriptor in descriptors:
             os.close(descriptor)
         raise
@@ -99,13 +99,13 @@ def _receive_rest(connection: socket.socket, head: bytes) -> dict[str, Any]:
     while len(head) < _HEAD.size:
         head += _receive(connection, _HEAD.size - len(head))
     (size,) = _HEAD.unpack(head)
-    # Before it is read: the size is the sender's claim, and memory is taken for it.
+    # Before memory is allocated: the size is the sender's claim.
     if size > MESSAGE_BYTES_MAX:
         raise PeerProtocolError(f"A message of {size} bytes came through {SOCKET_NAME}: more than {MESSAGE_BYTES_MAX}.")
     raw = bytearray()
     while len(raw) < size:
         raw += _receive(connection, size - len(raw))
-    return document_in(bytes(raw), f"the other end of {SOCKET_NAME} spoke")
+    return document_in(bytes(raw), f"the other end of {SOCKET_NAME} sent a message")
 
 
 def _receive_head(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -1,4 +1,4 @@
-"""Hints for an agent that cannot be reached, and the deadline of an exchange with one."""
+"""Hints for an agent that cannot be reached, and the time limit of requests to an agent."""
 
 import errno
 import http.client
@@ -55,7 +55,7 @@ def wrong_token_hint(at: Address) -> str:
         f"An agent of another node than {at.node_id} answers there.{why} {_tell_origin(at)}If the address is "
         f"wrong, set {HOST_ENV} on the node to the one under which others reach it, and start the job again. If "
         "it is right, the node has a new certificate or disk: the next save or load with ranks there announces "
-        "it."
+        "the change."
     )
 
 

@@ -86,7 +86,7 @@ def fingerprint(certificate: str) -> str:
 
 
 def pin_name(sha256: str) -> str:
-    """The server name in a client's handshake, from the expected fingerprint: an agent can present an older certificate."""
+    """The server name that a client sends: the expected fingerprint, by which an agent can choose an older certificate."""
     return f"{sha256[:32]}.{sha256[32:]}"  # a label of a DNS name has at most 63 characters
 
 
@@ -102,7 +102,7 @@ def _client_context() -> ssl.SSLContext:
 
 @functools.cache
 def _warn_of_plain_talk(label: str) -> None:
-    """Once for each peer in a process."""
+    """Warns once for each peer in a process."""
     log.warning("traffic to %s is not encrypted, as the package `cryptography` is missing here. %s", label, PLAIN_HINT)
 
 

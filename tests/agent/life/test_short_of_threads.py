@@ -43,9 +43,9 @@ from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.reach import limit_time
 from replicated_ckpt.stores.tee import Buffers
+from replicated_ckpt.stores.threads import FanOut
 from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]

@@ -8,7 +8,7 @@ import pytest
 from replicated_ckpt import Retention
 from replicated_ckpt.core.parts import Part
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import WEIGHTS, checkpointed, findings, held, quarantined, shard, with_optimizer
 from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, meet, stays, tell

@@ -18,7 +18,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.dcp.load.metadata_copies import EntriesLeft
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
 

@@ -26,7 +26,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.fan_out import PARALLEL_MAX, FanOut
+from replicated_ckpt.stores.threads import PARALLEL_MAX, FanOut
 from tests.agent.agents import RunningAgent, running_agent
 
 METADATA = bytes(range(256)) * 40_000

@@ -15,8 +15,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_M
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.core.upkeep.repair_plan import Problem
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget

@@ -57,7 +57,7 @@ def test_an_identity_that_another_user_chose_is_not_used(scratch: Path) -> None:
     identity = json.dumps({"token": CHOSEN, "port": 0, "incarnation": 5})
     as_nobody(f"echo '{identity}' > {scratch}/root/.agent/identity.json; chmod 666 {scratch}/root/.agent/identity.json")
     said = agent_refused(scratch / "root")
-    assert "expected it to be of user root" in said
+    assert "it should belong to user root" in said
     assert "nobody" in said
     assert "0777" in said
     assert not (scratch / "root/.agent/endpoint.json").exists()

@@ -26,7 +26,7 @@ SLIM = """
 import sys
 from pathlib import Path
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import slim
 root = Path(sys.argv[1])
 LocalStore(root).tidy(is_alone=True)
 print("begun", flush=True)

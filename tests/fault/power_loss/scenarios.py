@@ -29,12 +29,10 @@ from replicated_ckpt.stores.files.direct import PAGE_BYTES
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import at_once
-from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.shard_file import CommittedShard, FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
-from replicated_ckpt.stores.local.versions.remove import recycle, retire
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import recycle, retire, slim
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard

@@ -6,7 +6,7 @@ from pathlib import Path
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.checkpoints import findings
 from tests.harness.cluster import Cluster, call
 from tests.multiprocess.conftest import ClusterOf

@@ -11,8 +11,8 @@ import pytest
 
 from replicated_ckpt.stores.bucket_client import s3 as object_s3
 from replicated_ckpt.stores.bucket_client.body import MemoryBody
+from replicated_ckpt.stores.bucket_client.client import UploadSource
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shards import table_of

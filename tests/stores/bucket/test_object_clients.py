@@ -29,18 +29,17 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard, UnmanagedObjectShard, key_of, manifest_in
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, ObjectClient
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, ObjectClient, UploadSource
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
-from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import write_all
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unmanaged import UncheckedItems
-from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import METADATA, checkpointed, shard

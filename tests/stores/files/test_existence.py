@@ -21,7 +21,7 @@ from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.files import existence
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
+from replicated_ckpt.stores.local.versions.publish import is_checkpoint
 from replicated_ckpt.stores.throttle import Pace
 from tests.stores.local.test_local import SHARD, save_id, staged
 

@@ -12,8 +12,8 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, StoreError
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.shard_file import CommittedShard
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.linked import CommittedShard
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from tests.agent.checkpoints import checkpointed, findings

@@ -37,7 +37,7 @@ from replicated_ckpt.stores.local.directories.committed import open_committed_sa
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import check_decidable
+from replicated_ckpt.stores.local.versions.publish import check_decidable
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import next_file_number, renumbered

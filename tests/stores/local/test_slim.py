@@ -12,8 +12,7 @@ from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
-from replicated_ckpt.stores.local.versions.remove import retire
-from replicated_ckpt.stores.local.versions.slim import slim
+from replicated_ckpt.stores.local.versions.remove import retire, slim
 from tests.agent.checkpoints import METADATA, WEIGHTS, checkpointed, findings, held, shard, with_optimizer
 
 WHOLE = with_optimizer({shard(0): [0], shard(1): [0]})

@@ -79,7 +79,7 @@ class Catalog:
         return known[1]
 
     def find_manifest(self, checkpoint_id: str) -> Manifest | None:
-        """The manifest under that name; None if there is none, or only an invalid one."""
+        """The manifest that is published under this id; None if there is none, or only an invalid one."""
         try:
             return self.manifest(checkpoint_id)
         except (ObjectMissing, ManifestInvalid):
@@ -99,7 +99,7 @@ class Catalog:
         except ManifestInvalid as exc:
             problem = exc
         except ObjectMissing as exc:
-            if exc.detail:  # a link leads out of the root: not the same as missing
+            if exc.detail:  # only for a link out of the root, which does not count as missing
                 raise
         replaced = self._read_replaced(checkpoint_id, save_id)
         if replaced is not None:
@@ -138,7 +138,7 @@ class Catalog:
         except ManifestVersionUnknown:
             raise
         except ObjectMissing as exc:
-            if exc.detail:  # a link leads out of the root: not the same as missing
+            if exc.detail:  # only for a link out of the root, which does not count as missing
                 raise
         except ManifestInvalid:
             pass
@@ -182,7 +182,7 @@ class Catalog:
         """Valid manifests of all versions in one directory, the published one first."""
         return [*self._published(looked), *self.replaced_in(looked)]
 
-    def list_unbelieved(self, looked: Looked) -> list[str]:
+    def list_damaged_manifests(self, looked: Looked) -> list[str]:
         """Names of the damaged or missing manifests in a directory. The files of their versions are unknown.
 
         Manifests that only a newer version of the package reads are not among them.
@@ -192,7 +192,7 @@ class Catalog:
             *looked.replaced,
             *(found.save_id for found in self._published(looked)),
         }
-        # `publish` links metadata before the manifest: a staged save's is about to come.
+        # `publish` links metadata before the manifest: the manifest of a staged save is about to come.
         gone = [save_id for save_id in sorted(missing) if not is_directory(self.staging / save_id)]
         return [*damaged, *map(replaced_name, gone)]
 
@@ -207,7 +207,7 @@ class Catalog:
     def list_unclaimed(self, looked: Looked) -> list[str]:
         """Shard files in a directory that no manifest there names; empty if any manifest there cannot be read."""
         # An unreadable manifest may name any of the files: none of them may be removed as unclaimed.
-        if self.list_unbelieved(looked) or any(self.of_newer_format(looked.checkpoint_id)):
+        if self.list_damaged_manifests(looked) or any(self.of_newer_format(looked.checkpoint_id)):
             return []
         return sorted(set(looked.shards).difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
@@ -217,22 +217,26 @@ class Catalog:
         return [name for name in self.list_unclaimed(looked) if name not in going]
 
     def list_only_of(self, looked: Looked, gone: Manifest) -> list[str]:
-        """Shard files in a directory that only the removed version `gone` names, and no manifest there."""
+        """Shard files in a directory that the removed version `gone` names, and no manifest there."""
         there = gone.shards.keys() & set(looked.shards)
         return sorted(there.difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
     def find_left_by_slimming(self, looked: Looked) -> tuple[str, list[str]]:
-        """The published save if its slimming is not complete, and its optimizer's files in the directory; else "", []."""
+        """If the published save's slimming is not complete: its id, and the files of its optimizer. Else "", []."""
         for manifest in self._published(looked):
             full = looked.size_of(version_metadata_name(manifest.save_id))
-            # The full metadata has a second name until the files are removed; a replaced version has its own there.
-            if manifest.is_slim and full not in (None, manifest.metadata_bytes) and not self.list_unbelieved(looked):
+            # The full metadata has this second name until the files are removed. Other metadata there has the usual size.
+            if (
+                manifest.is_slim
+                and full not in (None, manifest.metadata_bytes)
+                and not self.list_damaged_manifests(looked)
+            ):
                 unclaimed = self.list_unclaimed(looked)
                 return manifest.save_id, [name for name in unclaimed if is_optimizer_of(name, manifest.shards)]
         return "", []
 
     def list_claimed(self, checkpoint_id: str) -> frozenset[str]:
-        """Shard files that the replaced versions in a directory name, there or not."""
+        """Shard files that the replaced versions in a directory name, whether they exist or not."""
         replaced = self.replaced_in(self.look(checkpoint_id))
         return frozenset[str]().union(*(manifest.shards for manifest in replaced))
 
@@ -277,7 +281,7 @@ class Catalog:
         return tuple(newest.values())
 
     def histories(self, scope: str) -> dict[str, History]:
-        """The histories of lineages with a version here, published or replaced, in this directory of ids."""
+        """The histories of the lineages that have a version, published or replaced, in this directory of ids."""
         found = (
             manifest
             for looked in self.look_at_all()
@@ -309,11 +313,11 @@ class Catalog:
         for looked in self.look_at_all():
             # Where a removal has begun, a missing manifest is no damage.
             is_missing = not (looked.has_manifest or looked.gone) and self._has_loose_shards(looked)
-            if is_missing or self.list_unbelieved(looked):
+            if is_missing or self.list_damaged_manifests(looked):
                 yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
-        """Those checkpoints, of all or of one, with a manifest that only a newer version of the package reads."""
+        """The ids, of all or just this one, with a manifest that only a newer version of the package reads."""
         for looked in self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]:
             if any(self._is_of_newer_format(looked.checkpoint_id, name) for name in looked.manifest_names):
                 yield looked.checkpoint_id
@@ -375,7 +379,7 @@ class Catalog:
 
 
 def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
-    """Whether a directory was removed meanwhile, or is another user's and unreadable, as `lost+found`: not ours."""
+    """Whether a directory was removed meanwhile, or is another user's and unreadable, such as `lost+found`."""
     if os.access(entry.path, os.R_OK | os.X_OK):
         return False
     try:

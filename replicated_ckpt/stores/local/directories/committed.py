@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Committed:
     """An open checkpoint directory, or the version `save_id` in it. For one thread.
 
-    File names are those that peers use: `.manifest.json` and `.metadata` are those of the version.
+    Files have the names that peers use: `.manifest.json` and `.metadata` are those of the version.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Committed:
     ) -> None:
         """`is_replaced`: another version is published, so the published files are never this one's.
 
-        `slim`: the version's manifest, if it has no optimizer. While that is removed, the full metadata lies under the
-        version's own name: only its size distinguishes it.
+        `slim`: the version's manifest, if it has no optimizer. While the optimizer is removed, the full metadata lies under
+        the version's own name: only its size distinguishes it.
         """
         self._root = root
         self._fd = fd
@@ -72,7 +72,7 @@ class Committed:
         self.checkpoint_id = checkpoint_id
 
     def manifest(self) -> Manifest:
-        """The manifest of the version; without a save id, of the published one.
+        """The version's manifest. Without a save id: the published version's.
 
         Raises:
             ObjectMissing, ManifestInvalid
@@ -148,6 +148,7 @@ class Committed:
         return (version_metadata_name if name == METADATA_NAME else replaced_name)(self._save_id)
 
     def _try_open(self, name: str) -> int | None:
+        """Opens a file; None if it is missing, or is the full metadata of a slimmed version."""
         try:
             fd = open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
         except FileNotFoundError:
@@ -189,7 +190,7 @@ class Committed:
         """Whether anything has this name.
 
         Raises:
-            StoreError: the disk returns an error. It must not count as a free name.
+            StoreError: the disk returns an error, which must not count as a free name.
         """
         with self._translate("look at", name), contextlib.suppress(FileNotFoundError):
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -197,7 +198,7 @@ class Committed:
         return False
 
     def check_writable(self) -> None:
-        """Checks that files can be created in the directory, before any is fetched for it. Its user may have forbidden it.
+        """Checks, before a file is fetched, that files can be created in the directory: a user may have forbidden it.
 
         Raises:
             StoreDenied: it is not writable.
@@ -285,7 +286,7 @@ class Committed:
                 os.fsync(self._fd)
 
     def _check_is_there(self, name: str) -> None:
-        """Raises unless the version is still here. Its manifest may be missing if the file is the manifest or metadata."""
+        """Raises unless the version is still here. For manifest and metadata, its manifest may be missing."""
         try:
             is_there = not self._save_id or self.manifest().save_id == self._save_id
         except (ManifestInvalid, ObjectMissing):

@@ -19,7 +19,7 @@ from replicated_ckpt.wording import one_line
 
 @dataclass(frozen=True)
 class Announced:
-    """Upper bounds, in bytes: of each shard, and of all shards together. 0: nothing is announced."""
+    """Announced upper bounds, in bytes: of each shard, and of all shards of a save together. 0: none is announced."""
 
     shard_bytes_max: int = 0
     save_bytes_max: int = 0
@@ -37,12 +37,12 @@ NOTHING_ANNOUNCED = Announced()
 
 
 WRITER = "//"
-"""Separates a session's common part, alike for all saves of a process, from the name of a writer that saves alone."""
+"""Separates the two parts of a session: one that all saves of a process share, and the name of a lone writer."""
 
 
 @dataclass(frozen=True)
 class Intent:
-    """One attempt at one save; lies with its staging directory.
+    """One attempt at one save. Its file lies beside the staging directory.
 
     `nodes` are all nodes of the save; `coordinator` is the node whose store has the decision before any other.
     `replaces` is the save that was published under the id here when this one was opened.
@@ -56,7 +56,7 @@ class Intent:
     coordinator: str = ""
     replaces: str = ""
     announced: Announced = NOTHING_ANNOUNCED
-    """The files that peers may send for it."""
+    """Bounds on the files that peers may send for it."""
     ticket: str = field(default="", repr=False)
     """A secret of the save's nodes and ranks: it authorizes them to abort the save."""
     place: Version | None = None
@@ -86,7 +86,7 @@ class Intent:
 
     @classmethod
     def _read(cls, save_id: str, path: Path) -> "Intent":
-        """Raises OSError: it is there, and cannot be read."""
+        """As `read_intent`. Raises OSError: the file exists, and cannot be read."""
         try:
             first, *more = read_plain(path).splitlines()
             fields = json.loads(first)
@@ -119,8 +119,8 @@ class Intent:
 def note_place(path: Path, lineage: str, sequence: int) -> None:
     """Appends the place of an open save to its intent, so that saves opened from then on get larger sequences.
 
-    It appends, because ranks lock this file itself. The line need not survive a power loss: then the coordinators'
-    clocks decide. Several ranks may call it at once.
+    It appends, because ranks lock this file itself. If the line does not survive a power loss, the coordinators' clocks
+    decide. Several ranks may call it at once.
     """
     with closing_fd(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         write_all(fd, json.dumps({"lineage": lineage, "sequence": sequence}).encode() + b"\n")

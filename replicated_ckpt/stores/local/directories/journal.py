@@ -24,7 +24,7 @@ NAME = "journal"
 ENTRIES_MAX = 4096
 """The oldest entries are dropped. A node that asks about a dropped one waits for the save's other nodes instead."""
 REMOVALS_MAX = 1024
-"""The newest removals by hand that are sent to other nodes. No node has files of older ones any more."""
+"""How many removals by hand are sent to other nodes, the newest ones. No node has files of older ones any more."""
 COMPACT_BYTES = 1 << 20
 _WHY_CHARS_MAX = 500
 
@@ -41,7 +41,7 @@ class End(Enum):
     REMOVING = "removing"
     """This node's user removed it by hand; it still lies here, or is still staged."""
     REMOVED = "removed"
-    """As REMOVING, and no file of it lies here any more."""
+    """As REMOVING, but no file of it is left here."""
     RESTORED = "restored"
     """The user has restored a save that was removed by hand: it has not ended."""
 
@@ -57,8 +57,8 @@ class Entry:
 class Journal:
     """The journal under one root. Safe for concurrent use, also by several processes: each appends its lines.
 
-    A line is `<save id> <end> <why>`. A torn line is ignored. A note stays true in every later state of the store. A
-    missing note proves nothing: the store may have decided the save, and have been restored to an earlier state since.
+    A line is `<save id> <end> <why>`. A torn line is ignored. A line stays true in every later state of the store. A
+    missing line proves nothing: the store may have decided the save, and have been restored to an earlier state since.
     """
 
     def __init__(self, root: Path) -> None:
@@ -80,7 +80,7 @@ class Journal:
             before = self._read_on().get(save_id)
             if after is not None and (before is None or before.end is not after):
                 return
-            # DROPPED says least: it must not hide an end that other nodes can rely on.
+            # DROPPED is the weakest: it must not hide an end that other nodes can rely on.
             if before is not None and end in (before.end, End.DROPPED):
                 return
             try:
@@ -92,7 +92,7 @@ class Journal:
                 raise
 
     def find_end(self, save_id: str) -> Entry | None:
-        """How a save ended here; None: no end is noted.
+        """How a save ended here; None: no end is recorded.
 
         Raises:
             StoreError: the process is out of descriptors or memory.
@@ -107,7 +107,7 @@ class Journal:
         return removing | removed
 
     def read_removals(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The newest removals by hand, at one moment: those still to be removed here, and those that are gone.
+        """The newest removals by hand, at one moment: saves still to be removed here, and removed saves.
 
         Raises:
             StoreError: as `find_end`.
@@ -131,7 +131,7 @@ class Journal:
                 write_file(self._path, b"".join(lines), 0o600)
 
     def _append(self, save_id: str, end: End, why: str = "", *, is_flushed: bool) -> None:
-        """With the lock held."""
+        """Appends one line. The caller holds the lock."""
         with translate_errors(str(self._root), "write", f"{AGENT_DIR}/{NAME}"):
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             with closing_fd(os.open(self._path, flags, 0o600)) as fd:
@@ -145,7 +145,7 @@ class Journal:
                 fsync_directory(self._path.parent)
 
     def _read_on(self) -> Mapping[str, Entry]:
-        """All entries, the oldest first: reads the lines appended since the last call. With the lock held.
+        """All entries, the oldest first: reads the lines appended since the last call. The caller holds the lock.
 
         A replaced file is read from its start. An unreadable file counts as empty: then nodes wait for more answers.
 

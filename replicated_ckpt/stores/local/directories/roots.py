@@ -84,9 +84,9 @@ def _walk_to_stores(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def is_store(directory: str | Path) -> bool:
-    """Whether a directory is a store's root. One with an unreadable node.json counts.
+    """Whether a directory is a store's root. A directory with an unreadable node.json counts as one.
 
-    A directory that cannot be searched does not: it is closed to this user, or the disk has lost it.
+    A directory that cannot be searched does not count: it is closed to this user, or the disk has lost it.
 
     Raises:
         OSError: the process is out of descriptors or memory.

@@ -1,7 +1,8 @@
-"""Publishing: a decided save gets its checkpoint's name. `.manifest.json` points to a version; `.metadata` for stock torch.
+"""Publishing: a decided save gets its checkpoint's name, if its order and the files of that name allow it.
 
-No directory is renamed. The shards of a save have unique names, so they are linked beside those of the published version.
-Two renames of small files complete the publication. After an interruption it starts again from the beginning.
+`.manifest.json` shows which version is published; stock torch reads only `.metadata`. No directory is renamed. The shards
+of a save have unique names, so they are linked beside those of the published version. Two renames of small files complete
+the publication. After an interruption it starts again from the beginning.
 """
 
 import contextlib
@@ -19,13 +20,35 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import Manifest, ShardEntry, decode_manifest, find_save_id
 from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, SaveSuperseded
-from replicated_ckpt.stores.files.durable import fsync_directory, hash_file, link_file, name_small_file
-from replicated_ckpt.stores.files.existence import closing_fd, is_there, list_prefixed, open_plain, read_plain
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ManifestInvalid,
+    ManifestVersionUnknown,
+    ObjectCorrupt,
+    SaveSuperseded,
+)
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    hash_file,
+    link_file,
+    name_small_file,
+    translate_errors,
+)
+from replicated_ckpt.stores.files.existence import (
+    closing_fd,
+    is_directory,
+    is_link,
+    is_there,
+    leads_out,
+    list_prefixed,
+    open_plain,
+    read_plain,
+)
 from replicated_ckpt.stores.local.directories.catalog import Catalog, manifest_readable
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.directories.looked import crc_of_footer, is_without_footer
+from replicated_ckpt.stores.local.directories.looked import Looked, crc_of_footer, is_without_footer
 from replicated_ckpt.stores.local.versions.remove import remove_unread
 
 
@@ -72,7 +95,7 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
     if not left:
         return
     # The files may belong to the version of the damaged manifest: they must not be set aside.
-    if catalog.list_unbelieved(looked):
+    if catalog.list_damaged_manifests(looked):
         raise _names_taken(manifest, left, "a version with a damaged manifest")
     with open_directory(catalog.root, checkpoint_id) as directory:
         for name in left:
@@ -99,7 +122,7 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
         name_small_file(staging / METADATA_NAME, directory / own_metadata)
         name_small_file(staging / MANIFEST_NAME, directory / own)
         failpoints.reach("commit.described")
-        # After the manifest's own name: after a crash it shows whose these shards are.
+        # After the manifest, which shows after a crash which save these shards belong to.
         for shard in manifest.shards:
             _link_or_move(staging / shard, directory / shard)
         if before:
@@ -152,7 +175,7 @@ def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
 def _keep_published(directory: Path, save_id: str) -> None:
     """Gives manifest and metadata of the published version the names of a replaced version."""
     kept = directory / version_metadata_name(save_id)
-    if not is_there(kept):  # it exists after a power loss: then `.metadata` may be the new version's already
+    if not is_there(kept):  # if it exists after a power loss, `.metadata` may be the new version's already
         with contextlib.suppress(FileNotFoundError):  # its metadata was lost before
             name_small_file(directory / METADATA_NAME, kept)
     # A link, no copy: readers lock this very file. Without hard links no version is published for an instant.
@@ -244,3 +267,62 @@ def has_damaged_decision(staging: Path, save_id: str) -> bool:
     """
     path = staging / MANIFEST_NAME
     return path in list_prefixed(staging, MANIFEST_NAME) and not has_decision(staging, save_id)
+
+
+_USE_ANOTHER = "Use another id; overwrite=True does not help."
+_MOVE_AWAY = "Use another id, or move that directory away on every node."
+
+
+def check_decidable(root: Path, intent: Intent) -> None:
+    """Checks, right before the decision, that the id of a save without overwrite is still free.
+
+    After the decision only the order of saves counts, because other nodes may have published this one.
+
+    Raises:
+        CheckpointExists: another save was faster. ConfigInvalid, StoreError
+    """
+    if intent.checkpoint_id:
+        with translate_errors(str(root), "decide", intent.save_id):
+            check_replaceable(root, intent.checkpoint_id, intent)
+
+
+def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_way: bool = False) -> None:
+    """Refuses to replace a checkpoint without overwrite, and an id that cannot be a directory of the root.
+
+    A directory without files of a checkpoint may be used; other files in it stay. `gives_way`: an existing checkpoint
+    may be replaced, as `check_order` decides.
+
+    Raises:
+        CheckpointExists, ConfigInvalid
+    """
+    final = root / checkpoint_id
+    if leads_out(root, checkpoint_id):
+        raise ConfigInvalid(f"{checkpoint_id!r} leads outside {root} by a symbolic link.", _USE_ANOTHER)
+    if is_link(final):
+        raise ConfigInvalid(f"{final} is a symbolic link; it is not replaced.", _MOVE_AWAY)
+    if not is_there(final):
+        return
+    if not is_directory(final):
+        raise ConfigInvalid(f"{final} is not a directory; it is not replaced.", _MOVE_AWAY)
+    if holds_checkpoint(final) and not (intent.overwrite or gives_way):
+        raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether any file of a checkpoint lies there, of this package or of stock torch, complete or not."""
+    try:
+        return Looked("", os.scandir(directory)).holds_checkpoint
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def find_named(catalog: Catalog, checkpoint_id: str) -> str | None:
+    """The lineage of the published save; "" without a valid manifest, None without any file of a checkpoint."""
+    manifest = catalog.find_manifest(checkpoint_id)
+    if manifest is not None:
+        return manifest.lineage
+    return "" if holds_checkpoint(catalog.root / checkpoint_id) else None
+
+
+def is_checkpoint(directory: Path) -> bool:
+    return is_there(directory / METADATA_NAME) or is_there(directory / MANIFEST_NAME)

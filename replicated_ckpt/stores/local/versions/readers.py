@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 LOOK_WITHIN_S = 1.0
 """Longest wait for a publication or removal in progress: a load may wait for the answer."""
 _TRIES_MAX = 5
-"""Tries of a reader whose manifest is replaced, as by a copy from another node, before it is locked."""
+"""Tries of a reader to lock a manifest that is replaced meanwhile, for example by a copy from another node."""
 
 
 def look_again(catalog: Catalog, save_id: str) -> Answer:
-    """The state of a save that a search without the lock did not find. Searches again while no publication or removal
-    runs.
+    """The state of a save that a search without the lock did not find. Searches again, with publications and removals
+    locked out.
 
     Raises:
         StoreUnavailable: a publication or removal takes longer than LOOK_WITHIN_S. StoreError

@@ -1,6 +1,6 @@
-"""Recycled files: shards of the checkpoint that retention removed last. The next save overwrites them with its own
-shards.
+"""Room on a store's disk: the pool of recycled files, and a small reserve for the start of an agent on a full disk.
 
+Recycled files are shards of the checkpoint that retention removed last. The next save overwrites them with its own shards.
 Pages and extents that a file already has cost less than fresh ones. Files in the pool do not belong to a checkpoint,
 and no reader uses their bytes. A file leaves the pool as a `.part`. It gets a shard's name only after all of it is
 rewritten, cut to size and fsynced, and its removal from the pool is durable.
@@ -20,17 +20,19 @@ from pathlib import Path
 from stat import S_ISGID, S_ISREG
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
+from replicated_ckpt.core.layout import RECYCLED_DIR, ROOM_NAME, SHARD_SUFFIX, ShardName
 from replicated_ckpt.core.parts import part_of_shard
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     is_full,
     make_directory,
     translate_errors,
+    write_all,
     write_file,
 )
+from replicated_ckpt.stores.files.existence import closing_fd, is_there
 from replicated_ckpt.stores.files.locks import exclusive
-from replicated_ckpt.stores.files.room import Room, find_write_error
+from replicated_ckpt.stores.files.room import Room, find_free_bytes, find_write_error
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +53,11 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 def is_open_elsewhere(fd: int) -> bool:
     """Whether any other process has the file behind `fd`, open for writing, open or mapped; True if that is unknown.
 
-    The kernel grants a write lease only on a file that nothing else has open. The lease is ended at once. An open of the
-    file meanwhile waits for that, and the kernel signals this process: by SIGURG, which is ignored by default, as the
-    usual SIGIO would kill it. Source: Linux fcntl(2), F_SETLEASE; `check_conflicting_open` in fs/locks.c.
+    The kernel grants a write lease only on a file that nothing else has open. The lease is ended at once. If another
+    process opens the file meanwhile, it waits, and the kernel signals this process. The signal is SIGURG, which is ignored
+    by default: the usual SIGIO would kill the process.
+
+    Source: Linux fcntl(2), F_SETLEASE; `check_conflicting_open` in fs/locks.c.
     """
     return not _is_leased(fd) or not _sees_mappings(fd)
 
@@ -101,7 +105,7 @@ _SUFFIX = ".recycled"
 class RecycledFiles:
     """The pool of one store: at most one file for each shard name of one checkpoint. Safe for several processes at once.
 
-    A file that is linked elsewhere, another user's, or missing is not used: the save makes a new one.
+    If a file is missing, linked elsewhere or another user's, the save makes a new one.
     """
 
     def __init__(self, root: Path) -> None:
@@ -247,9 +251,9 @@ def _is_usable(path: Path) -> bool:
 
 
 def _open_if_free(part: Path) -> int | None:
-    """Descriptor of a plain file of this user and of a new file's group that is neither linked nor open elsewhere.
+    """Opens a file that may be overwritten; None for any other file.
 
-    None for any other file.
+    It must be a plain file of this user and of a new file's group, and be neither linked nor open elsewhere.
     """
     try:
         fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -269,3 +273,57 @@ def _group_in(directory: Path) -> int:
     """The group that a new file in the directory gets."""
     status = directory.stat()
     return status.st_gid if status.st_mode & S_ISGID else os.getegid()
+
+
+_SMALL_FILES_BYTES = 1 << 20
+_RESERVED_BYTES = 128 << 10
+"""Reserved bytes: enough for an agent's small files and first log lines at its start, and for a removal."""
+_RESERVE_NAMES = (ROOM_NAME, f"{ROOM_NAME}.1")
+"""Two files, for their inodes: an agent replaces a small file by a new one beside it, and may create its log."""
+
+
+def keep_room_to_start(root: Path) -> None:
+    """Reserves room for the start of an agent, in files that `make_room_to_start` removes on a full disk.
+
+    Without an agent, no command could remove a checkpoint there.
+    """
+    with contextlib.suppress(OSError):  # without the reserve everything works until the disk is full
+        for name in _RESERVE_NAMES:
+            if not is_there(root / name):
+                _fill(root / name, _RESERVED_BYTES // len(_RESERVE_NAMES))
+
+
+def _fill(path: Path, size_bytes: int) -> None:
+    """Makes a file. Raises OSError: the disk is full, and no file is left; or another process has just made it."""
+    with closing_fd(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd:
+        try:
+            # Random bytes: a file system that compresses would store zeros in no room at all.
+            write_all(fd, os.urandom(size_bytes))
+        except OSError:
+            # A partial file would take the last room of the disk without being a reserve.
+            path.unlink()
+            raise
+
+
+def make_room_to_start(root: Path) -> None:
+    """Removes recycled files and the reserve, if the disk has no room for an agent's small files.
+
+    One of these is the record of a removal: a removal that frees the disk needs some room itself.
+    """
+    if lacks_room_to_start(root):
+        with translate_errors(str(root), "make room in", RECYCLED_DIR):
+            RecycledFiles(root).drop()
+            for name in _RESERVE_NAMES:
+                (root / name).unlink(missing_ok=True)
+
+
+def lacks_room_to_start(root: Path) -> bool:
+    """Whether the disk is too full for the small files that an agent writes when it starts. Raises: StoreError.
+
+    It also tries a write: the file system's numbers include neither a user's quota nor inodes.
+    """
+    with translate_errors(str(root), "measure", ""):
+        if find_free_bytes(root) < _SMALL_FILES_BYTES:
+            return True
+    error = find_write_error(root, _RESERVED_BYTES)
+    return error is not None and is_full(error)

@@ -1,7 +1,13 @@
-"""Removal of a version: retired by the policy, replaced by a newer save that was seen whole, or removed by hand.
+"""Removal of a version, and slimming: the removal of its optimizer alone.
 
-Its manifest is renamed to a mark, which hides the version from every reader at once. Then its files are removed, and last
-the mark. After a crash the next start or round continues from the mark.
+A version is removed if the policy retires it, if a newer save that was seen whole replaces it, or by hand. Its manifest is
+renamed to a mark, which hides the version from every reader at once. Then its files are removed, and last the mark.
+
+A slimmed version stays the same save, with a smaller metadata and manifest. The rename of the smaller manifest is the
+change. Before it the version is full. After it the optimizer's files belong to no version. From before the rename until
+these files are removed, the full metadata has a second name, which marks the slimming as incomplete.
+
+After a crash the next start or round of the agent completes a removal or slimming from its mark.
 """
 
 import contextlib
@@ -12,7 +18,9 @@ from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import (
+    MANIFEST_NAME,
     METADATA_NAME,
     RECYCLED_DIR,
     STAGING_DIR,
@@ -23,14 +31,14 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
-from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors
-from replicated_ckpt.stores.files.existence import read_plain
+from replicated_ckpt.stores.files.durable import fsync_directory, name_small_file, translate_errors
+from replicated_ckpt.stores.files.existence import is_directory, is_there, read_plain
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.looked import Looked
 from replicated_ckpt.stores.local.versions.readers import unread
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
-from replicated_ckpt.stores.local.versions.slim import finish_slimming
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, write_with_room
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +47,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     """Removes a committed save. Returns False, and changes nothing, if a load reads it, it is not here, or a user
     renamed it.
 
-    Also removes recycled files: a user who removes a checkpoint by hand wants the room.
+    Also removes recycled files: a user who removes a checkpoint by hand wants free space.
 
     At every instant, and after a crash at any instant, the checkpoint has all its files, or does not exist. Its open
     files stay readable. Users' files in its directory stay.
@@ -73,7 +81,8 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = Fa
 
 def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
     """Removes a version, published or replaced; False if a load reads it. The caller holds `exclusive`."""
-    finish_slimming(catalog, catalog.look(checkpoint_id))  # else the optimizer's files would stay, as of no version
+    # Else the optimizer's files would stay: no manifest names them.
+    finish_slimming(catalog, catalog.look(checkpoint_id))
     if not _mark_as_gone(catalog, checkpoint_id, save_id):
         return False
     finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)
@@ -131,7 +140,7 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
     looked = catalog.look(checkpoint_id)
     names = catalog.list_unclaimed(looked) if gone is None else catalog.list_only_of(looked, gone)
     if not looked.has_manifest and not set(looked.shards).difference(names, catalog.list_claimed(checkpoint_id)):
-        # with other shards, `.metadata` is of stock torch's save here since
+        # If other shards are here, `.metadata` belongs to a later save by stock torch.
         (directory / METADATA_NAME).unlink(missing_ok=True)
     if recycles:
         RecycledFiles(catalog.root).put_files(directory, names)
@@ -163,3 +172,71 @@ def renamed_refusal(checkpoint_id: str, saved_as: str, root: Path) -> ConfigInva
         f"`rm -r {quote(str(root / checkpoint_id))}`, on each node that has it. A node that still has it after "
         "its agent's --lost-after-s (30 s) copies it to the others again.",
     )
+
+
+def slim(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
+    """Removes the optimizer of a published save.
+
+    Returns False, and changes nothing, in these cases: it has no optimizer, a load reads it, it is not published here
+    under its own name, or its publication is not complete.
+
+    At every instant, and after a crash at any instant, the checkpoint is full or has exactly its weights. Open files
+    stay readable. `recycles`: the files go to the pool, for the next save to overwrite.
+
+    Raises:
+        ConfigInvalid: this is not a checkpoint id. ObjectCorrupt: its metadata is damaged; the checkpoint is full.
+            StoreError
+    """
+    check_checkpoint_id(checkpoint_id)
+    catalog, directory = Catalog(root), root / checkpoint_id
+    with translate_errors(str(root), "slim", checkpoint_id), exclusive(root / STAGING_DIR):
+        finish_slimming(catalog, catalog.look(checkpoint_id))
+        full = catalog.find_manifest(checkpoint_id)
+        if full is None or (full.checkpoint_id, full.save_id) != (checkpoint_id, save_id) or full.weights is None:
+            return False
+        # Its publication is not complete: a restart would repeat it with the staged manifest, the full one.
+        if is_directory(root / STAGING_DIR / save_id):
+            return False
+        with unread(directory / MANIFEST_NAME) as is_unread:
+            if not is_unread:
+                return False
+            _describe(root, full)
+            failpoints.reach("slim.described")
+            write_with_room(root, directory / MANIFEST_NAME, full.slimmed().encode())
+        failpoints.reach("slim.named")
+        finish_slimming(catalog, catalog.look(checkpoint_id), recycles=recycles)
+    return True
+
+
+def _describe(root: Path, full: Manifest) -> None:
+    """Durably gives the full metadata its second name, and the smaller metadata the usual one."""
+    directory = root / full.checkpoint_id
+    with open_committed_save(root, full.checkpoint_id, full.save_id) as (version, _):
+        raw = version.raw_metadata(full)
+    smaller, slim = full.slim_metadata(raw), full.slimmed()
+    if (len(smaller), crc32c(smaller)) != (slim.metadata_bytes, slim.metadata_crc32c):
+        raise ManifestInvalid(f"The .metadata of {full.checkpoint_id!r} has no part for its weights alone.")
+    own = directory / version_metadata_name(full.save_id)
+    if not is_there(own):  # after a crash here `.metadata` may be the smaller one
+        name_small_file(directory / METADATA_NAME, own)
+        fsync_directory(directory)
+    write_with_room(root, directory / METADATA_NAME, smaller)
+
+
+def finish_slimming(catalog: Catalog, looked: Looked, *, recycles: bool = False) -> None:
+    """Removes the files that an interrupted slimming of the published version has left. The caller holds `exclusive`."""
+    save_id, names = catalog.find_left_by_slimming(looked)
+    if not save_id:
+        return
+    directory = catalog.root / looked.checkpoint_id
+    fsync_directory(directory)  # else a power loss could bring the full manifest back, and not the files
+    if recycles:
+        RecycledFiles(catalog.root).put_files(directory, names)
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    # The mark goes last: a power loss can bring files back, here or from the pool, and only the mark leads to them.
+    for changed in (directory, catalog.root / RECYCLED_DIR):
+        if is_directory(changed):
+            fsync_directory(changed)
+    failpoints.reach("slim.dropped")
+    (directory / version_metadata_name(save_id)).unlink(missing_ok=True)

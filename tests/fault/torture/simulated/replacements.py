@@ -32,7 +32,7 @@ from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.node.saves import service
 from replicated_ckpt.node.state import upload_book
 from replicated_ckpt.node.uploads import uploader
-from replicated_ckpt.stores import tee, verified
+from replicated_ckpt.stores import tee, threads, verified
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
@@ -41,7 +41,6 @@ from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories import catalog, committed
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import client as agent_client
-from replicated_ckpt.stores.peer import fan_out as fanout
 
 if TYPE_CHECKING:
     from tests.fault.torture.simulated.cluster import Cluster, Node
@@ -131,7 +130,7 @@ def replacements(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (rights, "time", clock),
         (uuid, "uuid4", cluster.draw_uuid),
         (numbering, "secrets", SimpleNamespace(randbelow=cluster.random.randrange)),
-        (fanout.FanOut, "run", _run_inline),
+        (threads.FanOut, "run", _run_inline),
         (tee._SinkThread, "start", lambda _: None),
         (tee._SinkThread, "join", tee._SinkThread.run),
         (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
@@ -241,9 +240,9 @@ def _no_deadline(*_: Any) -> Iterator[None]:
 
 def _run_inline(
     keys: Any, call: Callable[[Any], Any], *, most: int = 0, until_error: bool = False
-) -> fanout.FanOut[Any, Any]:
+) -> threads.FanOut[Any, Any]:
     """Makes one call after the other, whatever `most` allows."""
-    outcome = fanout.FanOut[Any, Any]()
+    outcome = threads.FanOut[Any, Any]()
     for key in keys:
         if until_error and outcome.errors:
             break
