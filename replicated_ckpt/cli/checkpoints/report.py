@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import urllib.parse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment
-from replicated_ckpt.cli.look.reports import choose_newest, look_at_reports
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.rank_report import Kind, RankReport
 from replicated_ckpt.core.slowest import find_slowest
 from replicated_ckpt.core.trace import make_trace
 from replicated_ckpt.errors import CheckpointNotFound
+from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.wording import align, describe_bytes, plural
 
 HELP = "Show how long each rank and agent took to save and load one checkpoint, and which one was the slowest."
@@ -74,6 +79,47 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join(_describe(kind, reports, missing[kind], names)))
         print("\n".join(seen.describe_unreached()), end="\n" if seen.unreached else "")
     return ExitCode.UNREACHABLE if seen.unreached and any(missing.values()) else ExitCode.OK
+
+
+def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> tuple[Sequence[RankReport], NodesSeen]:
+    """What this node keeps, and what the other nodes return that answered before; also the nodes that do so still.
+
+    Raises:
+        StoreError: this node's reports cannot be read.
+    """
+
+    def ask(node: str) -> Sequence[RankReport]:
+        address = seen.addresses[node]
+        with AgentClient(address) as client:
+            answer = client.call("GET", f"/v1/reports?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}")
+        with parsing(f"{address.label} sent an invalid report of a rank"):
+            return [RankReport.from_json(each) for each in answer["reports"]]
+
+    others = FanOut.run([address.node_id for address in seen.reached], ask)
+    found = [*RankReports(store).read(checkpoint_id), *(report for told in others.results.values() for report in told)]
+    # A node that has stopped answering, or an agent of a release without reports, costs only its own.
+    still = replace(seen, unreached={**seen.unreached, **others.errors})
+    return [report for report in found if report.checkpoint_id == checkpoint_id], still
+
+
+def choose_newest(reports: Iterable[RankReport], kind: Kind) -> Sequence[RankReport]:
+    """The reports of the newest save or load, one of each known rank, in order. Empty: there is none.
+
+    A rank's own report is taken before the shorter one that rank 0 has of it.
+    """
+    by_operation: dict[str, dict[int, RankReport]] = {}
+    ended: Mapping[str, float] = {}
+    for report in (one for one in reports if one.kind == kind):
+        by_rank = by_operation.setdefault(report.operation, {})
+        ended = {**ended, report.operation: max(ended.get(report.operation, 0.0), report.ended_unix_s)}
+        by_rank[report.rank] = report
+        for other in report.ranks:
+            if other.rank not in by_rank:
+                by_rank[other.rank] = other
+    if not ended:
+        return ()
+    newest = by_operation[max(ended, key=ended.__getitem__)]
+    return [newest[rank] for rank in sorted(newest)]
 
 
 def _name_nodes(found: Sequence[RankReport], seen: NodesSeen) -> Mapping[str, str]:
