@@ -39,8 +39,7 @@ from replicated_ckpt.agent.state.endpoint import (
     write_endpoint,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
-from replicated_ckpt.agent.state.owner_key import read_owner_key
-from replicated_ckpt.agent.state.rights import Tokens
+from replicated_ckpt.agent.state.rights import Tokens, read_owner_key
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied

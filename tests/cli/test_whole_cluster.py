@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from replicated_ckpt.agent.state.owner_key import read_owner_key
-from replicated_ckpt.agent.state.rights import INVITATION_S, Right, Tokens, show_key
+from replicated_ckpt.agent.state.rights import INVITATION_S, Right, Tokens, read_owner_key, show_key
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import given_nodes
 from replicated_ckpt.cli.look.given_nodes import as_owner

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.agent.state.listeners import listeners_on
-from replicated_ckpt.agent.state.owner_key import read_owner_key
-from replicated_ckpt.agent.state.rights import prove, show_key
+from replicated_ckpt.agent.state.rights import prove, read_owner_key, show_key
 from replicated_ckpt.config import parse_ports
 from replicated_ckpt.environment import OWNER_KEY_ENV, PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, StoreDenied, StoreUnavailable

@@ -9,7 +9,7 @@ from functools import cached_property
 from shlex import quote
 from typing import Any, Self
 
-from replicated_ckpt.agent.state.owner_key import read_owner_key
+from replicated_ckpt.agent.state.rights import read_owner_key
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
