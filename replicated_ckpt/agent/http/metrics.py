@@ -1,19 +1,86 @@
 """The metrics of an agent: its node, what its ranks reported, and, on request, each node that it knows."""
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
 
-from replicated_ckpt.agent.http.exposition import Family, Labels, counter, gauge, histogram, make_family, render
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.rank_report import Kind
 from replicated_ckpt.core.upkeep.overview import Look, Overview, make_overview
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.node.saves.figures import FiguresRead
+from replicated_ckpt.node.saves.figures import BOUNDS_S, FiguresRead, Histogram
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus 3 refuses an answer without this type."""
+Labels = Mapping[str, str]
+PREFIX = "replicated_ckpt_"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric. Each sample has a suffix of the name, which only histograms use, its labels and its value."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    samples: Sequence[tuple[str, Labels, float]]
+
+
+def gauge(name: str, help_: str, value: float) -> Family:
+    return Family(name, "gauge", help_, [("", {}, value)])
+
+
+def counter(name: str, help_: str, value: float) -> Family:
+    return Family(name, "counter", help_, [("", {}, value)])
+
+
+def make_family(
+    kind: Literal["gauge", "counter"], name: str, help_: str, values: Iterable[tuple[Labels, float]]
+) -> Family:
+    return Family(name, kind, help_, [("", labels, value) for labels, value in values])
+
+
+def histogram(name: str, help_: str, found: Iterable[tuple[Labels, Histogram]]) -> Family:
+    samples: list[tuple[str, Labels, float]] = []
+    for labels, each in found:
+        *counts, total = accumulate(each.counts)
+        buckets = zip((*map(str, BOUNDS_S), "+Inf"), (*counts, total), strict=True)
+        samples += [("_bucket", {**labels, "le": bound}, count) for bound, count in buckets]
+        samples += [("_sum", labels, each.sum_s), ("_count", labels, total)]
+    return Family(name, "histogram", help_, samples)
+
+
+def render(families: Iterable[Family]) -> bytes:
+    """The families in the text format of Prometheus.
+
+    Source: prometheus.io/docs/instrumenting/exposition_formats.
+    """
+    lines = []
+    for family in families:
+        name = PREFIX + family.name
+        lines += [f"# HELP {name} {_escape(family.help)}", f"# TYPE {name} {family.kind}"]
+        lines += [f"{name}{suffix}{_render(labels)} {value!r}" for suffix, labels, value in family.samples]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _render(labels: Labels) -> str:
+    inside = ",".join(f'{name}="{_quote(value)}"' for name, value in labels.items())
+    return f"{{{inside}}}" if inside else ""
+
+
+def _quote(value: str) -> str:
+    return _escape(value).replace('"', r"\"")
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
 
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "uptime_seconds": ("uptime_s", "Time since this agent started."),

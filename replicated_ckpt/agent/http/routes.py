@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from replicated_ckpt.agent.http.exposition import CONTENT_TYPE
-from replicated_ckpt.agent.http.metrics import expose
+from replicated_ckpt.agent.http.metrics import CONTENT_TYPE, expose
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
