@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import (
     CheckpointSeen,
     advise,
@@ -17,6 +16,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     find_needed,
     format_checkpoints,
     list_checkpoints,
+    list_unmanaged,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Raised after the table: a bucket that is away must not hide what lies on the nodes.
         problem = exc
     rows = list_checkpoints(seen, there)
-    rows += unmanaged_rows.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    rows += list_unmanaged(store, seen, {row.checkpoint_id for row in rows})
     if arguments.json:
         _print_json(store, seen, rows)
     else:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,14 +25,13 @@ from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
-from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
 from replicated_ckpt.cli.printing import Colour, add_output_argument, paint
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard
 from replicated_ckpt.errors import CheckpointNotFound, StoreError
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAuditor
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAudit, UnmanagedAuditor
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -83,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     newer = [] if arguments.id else see_audit(store, audit, peers).newer
     if (audit.checkpoint_ids or audits or not arguments.id) and not arguments.json:
         _print(store, audit, see_audit(store, audit, peers), seconds, has_others=bool(audits or newer))
-        print_audits(audits)
+        _print_unmanaged(audits)
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
         # The bucket may take hours: in a pipe the nodes' result would be held back until then.
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise there.problem
     codes = (
         exit_code(audit),
-        worst_code(audits),
+        _unmanaged_code(audits),
         ExitCode.FAILED if there.findings or there.newer or newer else ExitCode.OK,
     )
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
@@ -254,6 +253,27 @@ def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, 
     print(
         f"{plural(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit, has_others=has_others)}"
     )
+
+
+def _print_unmanaged(audits: Sequence[UnmanagedAudit]) -> None:
+    for audit in audits:
+        for finding in audit.findings:
+            print(finding)
+        if audit.problem:
+            print(f"stock: {audit.checkpoint_id}: {audit.problem}")
+        elif audit.missing:
+            print(f"stock: {audit.checkpoint_id}: no node that was reached has {', '.join(audit.missing)}")
+        else:
+            print(
+                f"stock: {audit.checkpoint_id} of stock torch, unprotected: {audit.bytes_read} bytes read, "
+                f"{audit.unchecked} items without a CRC32: {('sound' if audit.is_sound else 'NOT sound')}"
+            )
+
+
+def _unmanaged_code(audits: Sequence[UnmanagedAudit]) -> ExitCode:
+    if any(audit.missing for audit in audits):
+        return ExitCode.SHARD_LOST
+    return ExitCode.OK if all(audit.is_sound for audit in audits) else ExitCode.FAILED
 
 
 def _verdict(audit: Audit, *, has_others: bool) -> str:

@@ -1,7 +1,7 @@
 """The rows of `ls`: when each checkpoint was saved, its size, the places of its copies, and its missing files."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -23,10 +23,19 @@ from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, find_step, i
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.reading.newest import Newest
+from replicated_ckpt.core.reading.unmanaged_files import UnmanagedCheckpoint
 from replicated_ckpt.core.upkeep.marks import Marks, merge_marks
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
-from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
+from replicated_ckpt.errors import (
+    CheckpointAmbiguous,
+    CheckpointNotFound,
+    ManifestVersionUnknown,
+    MetadataUnsafe,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreError,
+)
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
@@ -283,6 +292,32 @@ def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]
     for checkpoint_id, found in sorted(by_id.items()):
         nodes = tuple(node for node, _ in found)
         yield CheckpointSeen(checkpoint_id, DAMAGED, nodes, size_bytes=sum(s for _, s in found), note=DAMAGED)
+
+
+def list_unmanaged(store: LocalStore, seen: NodesSeen, without: Iterable[str]) -> list[CheckpointSeen]:
+    """A row of `ls` for each checkpoint of FileSystemWriter on the nodes. `without`: ids that have a row already."""
+    look = UnmanagedLook(store, seen.own_node, seen.reached)
+    return [_see_unmanaged(look, checkpoint) for checkpoint in look.checkpoints(None, without)]
+
+
+def _see_unmanaged(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> CheckpointSeen:
+    nodes = tuple(holding.node_id for holding in checkpoint.holdings)
+    note, missing = _unmanaged_state(look, checkpoint)
+    return CheckpointSeen(checkpoint.checkpoint_id, UNMANAGED, nodes, missing=missing, note=note)
+
+
+def _unmanaged_state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, tuple[str, ...]]:
+    """The state of the checkpoint, and its missing files. Without a valid `.metadata` the shards are unknown."""
+    if not checkpoint.nodes_with_metadata:
+        return "stock, no .metadata", (METADATA_NAME,)
+    try:
+        save = look.examine(checkpoint).save
+    except CheckpointAmbiguous:
+        return "stock, contradictory", (METADATA_NAME,)
+    except (MetadataUnsafe, StoreError, PeerProtocolError):
+        return "stock, unreadable", (METADATA_NAME,)
+    note = f"stock, {plural(len(save.missing), 'shard')} missing" if save.missing else "stock, unprotected"
+    return note, tuple(save.missing)
 
 
 def describe_totals(

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look import unmanaged_rows
-from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints, list_unmanaged
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
@@ -92,7 +91,7 @@ def _list_losses(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSe
     """
     losses = {row.checkpoint_id: list(row.missing) for row in rows if row.missing and node in row.not_reached}
     losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}
-    stock = unmanaged_rows.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    stock = list_unmanaged(store, seen, {row.checkpoint_id for row in rows})
     return losses | {row.checkpoint_id: list(row.missing) for row in stock if row.missing}
 
 
