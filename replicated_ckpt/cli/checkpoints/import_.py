@@ -4,7 +4,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
+from replicated_ckpt.cli.checkpoints.export import Printer, add_key_arguments, describe_converted, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
 from replicated_ckpt.cli.look.given_root import add_root_argument
 from replicated_ckpt.cli.printing import add_output_argument
@@ -60,5 +60,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))
     else:
-        print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
+        print(f"{done.checkpoint_id}: {describe_converted(done)} saved in {done.place} and read back")
     return ExitCode.OK
