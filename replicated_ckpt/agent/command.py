@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     number(
         "--copy-mib-per-s",
-        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 "
-        "(default: no limit, but for re-protection 256 while the node saves or loads, and 16 while its ranks fetch)",
+        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 (default: "
+        "none for saves; for re-protection 256 while the node saves or loads, 16 while its ranks fetch, else none)",
     )
-    number("--scrub-mib-per-s", "rate of the scrub, which re-reads the store (default: %(default)s)")
+    number("--scrub-mib-per-s", "rate of the scrub, which reads the store to find damage (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
     number("--upload-part-mib", "size of the parts of an upload to S3, 5 to 512 (default: %(default)s)", int)
     number("--scrub-every-s", "pause between two scrubs (default: %(default)s)")
@@ -83,8 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
 
-def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: type[float | int] = float) -> None:
-    """Adds a number. Its default is the environment variable, which agents started by ranks inherit, else AgentConfig's."""
+def _add_number(parser: argparse.ArgumentParser, option: str, help_: str, kind: type[float | int] = float) -> None:
+    """Adds an option that takes a number. Its default comes from the environment variable, else from AgentConfig.
+
+    Agents that ranks start inherit the variable.
+    """
     name = option.removeprefix("--").replace("-", "_")
     variable = f"{AGENT_ENV_PREFIX}{name.upper()}"
 
@@ -92,11 +95,11 @@ def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: t
         try:
             return kind(text)
         except ValueError:
-            article = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"this, or {variable}, must be {article}, not {text!r}") from None
+            wanted = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"it (or {variable}) must be {wanted}, not {text!r}") from None
 
     default = os.environ.get(variable, getattr(AgentConfig, name))
-    parser.add_argument(option, type=parse, metavar="N", default=default, help=said)
+    parser.add_argument(option, type=parse, metavar="N", default=default, help=help_)
 
 
 def run(arguments: argparse.Namespace) -> int:
