@@ -17,7 +17,7 @@ from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
     client_lock,
-    has_one_to_stay,
+    has_permanent_agent,
     is_free,
     listening_endpoint,
     read_endpoint,
@@ -109,7 +109,7 @@ def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> boo
     wanted_host = bind_host or "localhost"
     is_unreachable = is_loopback(endpoint.host) and wanted_host not in (endpoint.host, "localhost")
     is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(wanted_host))
-    return is_unreachable or is_plain or (_is_older(endpoint) and not has_one_to_stay(directory))
+    return is_unreachable or is_plain or (_is_older(endpoint) and not has_permanent_agent(directory))
 
 
 def check_running(directory: Path, endpoint: Endpoint) -> None:
@@ -118,7 +118,7 @@ def check_running(directory: Path, endpoint: Endpoint) -> None:
     Raises:
         ConfigInvalid: the agent has a newer protocol. Or it has an older one, and this process may not replace it.
     """
-    if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
+    if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_permanent_agent(directory)):
         raise ConfigInvalid(
             f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
             f"(protocol {endpoint.protocol}), but this rank runs {__version__} (protocol {PROTOCOL}).",

@@ -192,7 +192,7 @@ class Greeter:
             client.call("POST", "/v1/hello", {**self._document, "is_leaving": is_leaving})
 
 
-def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
+def confirm_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
     """Calls a known node back after a greeting, and stores its new address if the agent there confirms it.
 
     A node that answers at its known address has not moved, whatever was announced. The host changes only if the node's
@@ -246,7 +246,7 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
 
-def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
+def confirm_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
     """Calls a known node back after a goodbye. If its agent confirms that it exits, records that the node is away.
 
     Raises:

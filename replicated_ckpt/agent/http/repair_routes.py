@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from replicated_ckpt.agent.http.greeting import CallBacks, heed_goodbye, heed_hello
+from replicated_ckpt.agent.http.greeting import CallBacks, confirm_goodbye, confirm_hello
 from replicated_ckpt.agent.http.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.state.rights import Right
@@ -83,9 +83,9 @@ class RepairRoutes:
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The agent of a known peer has started, perhaps at another address, or exits with its disk intact."""
         said, is_leaving = AgentAddress.from_json(fields["peer"]), fields.get("is_leaving") is True
-        heed = heed_goodbye if is_leaving else heed_hello
+        confirm = confirm_goodbye if is_leaving else confirm_hello
         with request.heartbeat:
-            heed(self._service.peers, said, request.peer_host, self._call_backs)
+            confirm(self._service.peers, said, request.peer_host, self._call_backs)
         return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:

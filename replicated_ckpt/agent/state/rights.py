@@ -1,6 +1,6 @@
-"""Rights: what each token allows, and the key file that gives a user the owner's right on each node.
+"""Rights: which token allows which request, and the key file that gives a user the owner's right on each node.
 
-A verb that is not named here needs the owner's right.
+A verb that `needed_right` does not name needs the owner's right.
 """
 
 import hashlib
@@ -18,28 +18,27 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.peer.tls import pin_name
 
 INVITATION_S = 86400.0
-"""One day: the slowest rank of a save or load arrives within its process group's time-out, at most hours."""
+"""One day. The slowest rank of a save or load arrives within its process group's time-out, which is hours at most."""
 
 
 class Right(IntEnum):
-    """The right of a request's sender, by its token. Each right includes those before it."""
+    """The right of a request's sender, which its token shows. Each right includes those before it."""
 
     PEER = 1
-    """Another node of a job, or one that was: it has the agent's token, which travels with the agent's address."""
+    """A node of this or an earlier job: it has the agent's token, which it got with the agent's address."""
     JOB = 2
-    """The coordinator of a job with ranks on this node: it has an invitation, which those ranks have posted for it."""
+    """The coordinator of a job with ranks on this node: it has an invitation, which those ranks posted for it."""
     OWNER = 3
-    """The agent's own user: it has read ROOT/.agent, or has the key file with which the agent was started."""
+    """The agent's own user, who has read the token in ROOT/.agent, or has the key file that the agent was started with."""
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of one agent. None of them appears in `repr`, logs or errors.
 
-    `key`: the content of the user's key file; "" without one. `names`: the certificates that the agent shows, the current
-    one last, each by its `pin_name`.
-    `_boot_unix_s`: the wall clock minus the monotonic clock, at the start. An invitation ends only when both clocks have
-    passed its end, so a wall clock that jumps during a save does not end it.
+    `key`: the content of the user's key file; "" without one. `names`: the `pin_name` of each certificate that the agent
+    shows, the current one last. `_boot_unix_s`: the wall clock minus the monotonic clock, at the start. An invitation ends
+    only when both clocks have passed its end, so a wall clock that jumps forward does not end it during a save.
     """
 
     peer: str = field(repr=False)
@@ -64,14 +63,14 @@ class Tokens:
         return Right.JOB if _is_valid(given, self.owner, _INVITATION, now_unix_s) else None
 
     def prove(self, challenge: str) -> str:
-        """Shows a client with the same key that this agent has it, too. "": this agent has none."""
+        """The proof for a client with the same key that this agent has the key, too. "": this agent has no key."""
         return prove(self.key, tuple(self.names())[-1], challenge) if self.key else ""
 
 
 def invite(owner_token: str, now_unix_s: float) -> str:
-    """A token that allows the coordinator of a job to open saves here and introduce the job's nodes, for INVITATION_S.
+    """A token with which the coordinator of a job can open saves here and introduce the job's nodes, for INVITATION_S.
 
-    It is signed with the owner's token, which it does not reveal. So a rank makes it alone, and no agent has to store it.
+    The owner's token signs it, and is not revealed by it. So a rank needs no agent to make it, and no agent stores it.
     """
     return _sign(owner_token, _INVITATION, now_unix_s)
 
@@ -79,7 +78,7 @@ def invite(owner_token: str, now_unix_s: float) -> str:
 def show_key(key: str, tls_sha256: str, now_unix_s: float) -> str:
     """A token that gives the owner's right at the agent with this certificate, for INVITATION_S.
 
-    Another agent refuses it. So whoever answers in the place of that agent cannot use the token elsewhere.
+    Any other agent refuses it. So a process that answers in place of that agent cannot use the token elsewhere.
     """
     return _sign(key, _OWNER.format(pin_name(tls_sha256)), now_unix_s)
 
@@ -107,7 +106,7 @@ def _signature(secret: str, text: str) -> str:
 
 
 def _are_same(given: str, known: str) -> bool:
-    # An empty token opens nothing; and in constant time, so that none is guessed byte by byte.
+    # An empty token opens nothing. The comparison takes constant time, so that no token is guessed byte by byte.
     return bool(known) and hmac.compare_digest(given.encode(errors="replace"), known.encode())
 
 
@@ -121,7 +120,7 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
         case ("POST", "v1", "saves", _):
             return Right.JOB
         case ("POST", "v1", "saves", _, "finish"):
-            # A new verb that is not named above is closed to peers.
+            # Named here, because the next case would open it to peers.
             return Right.OWNER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
             return Right.PEER
@@ -145,12 +144,12 @@ def read_owner_key() -> str:
     """The content of the file that REPLICATED_CKPT_OWNER_KEY names. "": the variable is not set.
 
     Raises:
-        ConfigInvalid: it cannot be read, is too short or long, or another user may read or write it.
+        ConfigInvalid: the file cannot be read, is too short or too long, or another user may read or write it.
     """
     path = os.environ.get(OWNER_KEY_ENV, "")
     if not path:
         return ""
-    # An agent runs in "/", so a relative path would name another file there.
+    # An agent's working directory is "/", so a relative path would name another file there.
     if not os.path.isabs(path):  # noqa: PTH117 - a variable's text
         raise _refuse_key(path, "its path is relative")
     try:
