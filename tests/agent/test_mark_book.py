@@ -128,6 +128,6 @@ def test_what_is_no_save_is_not_rejected(pair: tuple[list[RunningAgent], str]) -
     (agent, _), _ = pair
     with agent.client() as client:
         for save_ids in ([], ["../x"], [SAVE, "step-1"]):
-            with pytest.raises(ConfigInvalid, match="no saves are named"):
+            with pytest.raises(ConfigInvalid, match="names no saves"):
                 client.call("POST", "/v1/reject", {"save_ids": save_ids, "is_rejected": True})
     assert not (agent.root / ".agent" / NAME).exists()

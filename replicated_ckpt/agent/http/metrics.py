@@ -1,4 +1,4 @@
-"""The metrics of an agent: its node, what its ranks reported, and, on request, each node that it knows."""
+"""The metrics of an agent: of its node, of its ranks' saves and loads, and, on request, of each node that it knows."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ PREFIX = "replicated_ckpt_"
 
 @dataclass(frozen=True)
 class Family:
-    """One metric. Each sample has a suffix of the name, which only histograms use, its labels and its value."""
+    """One metric. A sample is a suffix of the name (only histograms have one), its labels and its value."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
@@ -117,12 +117,14 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "scrub_findings_total": ("scrub.findings", "Bad files that the scrub has found."),
     "upload_sent_bytes_total": ("object_store.bytes_sent", "Bytes that this node has sent to the bucket."),
 }
-"""By name: the place in the status, and the help. A list counts by its length."""
-_AGE = "Time of the newest save: committed on this node, whole, with all copies, in the bucket. By its coordinator's clock."
+"""By name: the place in the status, and the help. The value of a list is its length."""
+_AGE = (
+    "Time of the newest save by level: on this node, whole, with all copies, in the bucket. By its coordinator's clock."
+)
 
 
 def expose(service: NodeService, look: Look | None, status: Mapping[str, Any], *, is_cluster: bool) -> bytes:
-    """The metrics as text. `look`: the last one of re-protection; None before it. `is_cluster`: also of each known node."""
+    """The metrics as text. `look`: re-protection's last, None before the first. `is_cluster`: also those of known nodes."""
     families = [
         make_family("gauge", "agent_info", "This agent.", [({k: str(status[k]) for k in ("node_id", "version")}, 1)]),
         *(gauge(name, help_, _value_at(status, place)) for name, (place, help_) in _GAUGES.items()),
@@ -163,7 +165,7 @@ def _find_memory_bytes(service: NodeService) -> Mapping[str, int]:
         root = find_memory_tier(service.store)
         held = [] if root is None else LocalStore(root).catalog.holdings(service.node_id)
     except ReplicatedCkptError as exc:
-        service.figures.count_error("request", exc)  # a scrape shows all else
+        service.figures.count_error("request", exc)  # the other metrics are still exposed
         return {}
     return {} if root is None else {"memory": sum(sum(holding.sizes.values()) for holding in held)}
 
@@ -186,7 +188,7 @@ def _describe_store(
     yield make_family(
         "gauge",
         "stored_bytes",
-        "Size of the checkpoints on this node, in its memory tier, and of those that nodes hold and the bucket has.",
+        "Size of checkpoints by tier: on this node, in its memory tier, in the bucket (only those that a node also has).",
         _by("tier", stored),
     )
     yield gauge("largest_save_bytes", "Size of the largest checkpoint on this node.", max(sizes, default=0))
@@ -220,7 +222,7 @@ def _describe_figures(found: FiguresRead) -> Iterator[Family]:
 
 
 def _describe_nodes(views: Sequence[NodeView], host_by_node: Mapping[str, str]) -> Iterator[Family]:
-    """What re-protection saw of each node. Of a silent one, what it held last."""
+    """The metrics of each node at re-protection's last look. Of a silent node, its last known holdings."""
 
     def each(name: str, help_: str, values: Sequence[float | None]) -> Family:
         labels = [{"node": view.node_id, "host": host_by_node.get(view.node_id, "")} for view in views]
