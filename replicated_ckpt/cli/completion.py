@@ -1,4 +1,4 @@
-"""`replicated-ckpt completion SHELL`: the lines with which a shell completes verbs and options, by argcomplete."""
+"""`replicated-ckpt completion SHELL`: the shell code that completes verbs and options. argcomplete makes it."""
 
 import argparse
 import os
@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid
 
-HELP = 'Print the lines with which a shell completes this command: eval "$(replicated-ckpt completion bash)".'
+HELP = 'Print shell code that completes this command. Use: eval "$(replicated-ckpt completion bash)".'
 _PROGRAM = "replicated-ckpt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that reads them")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that runs the code")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     if find_spec("argcomplete") is None:
         raise ConfigInvalid(
             "Completion needs the package argcomplete, which is not installed.",
-            "Run `pip install 'replicated-ckpt[completion]'`, where each shell's `replicated-ckpt` runs.",
+            "Run `pip install 'replicated-ckpt[completion]'` in the environment of `replicated-ckpt`.",
         )
     from argcomplete.shell_integration import shellcode
 
@@ -34,7 +34,7 @@ def is_completing() -> bool:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Writes the completions of the line that the shell has in the environment, and ends this process."""
+    """Writes completions for the command line that the shell put into the environment, and ends this process."""
     import argcomplete
 
     argcomplete.autocomplete(parser, always_complete_options="long")

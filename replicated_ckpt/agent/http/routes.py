@@ -71,7 +71,7 @@ class UnmanagedRoutes:
         return self._unmanaged.open(check_checkpoint_id(checkpoint_id), name, int(size_bytes))
 
     def verify(self, request: Request, checkpoint_id: str) -> Answer:
-        """Checks this node's files of one checkpoint. The body has the places of the items, as `.metadata` may be elsewhere."""
+        """Checks this node's files of one checkpoint. The body has the items' places, as `.metadata` may be elsewhere."""
         check_checkpoint_id(checkpoint_id)
         inspector = UnmanagedInspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
@@ -92,7 +92,7 @@ class SubmissionRoutes:
         self._service = service
 
     def finish_save(self, request: Request, save_id: str) -> Answer:
-        """With a body, takes a save over from its ranks. Without one, waits for its end. Raises the error of a failed save."""
+        """With a body, takes a save over from its ranks. Without one, waits for its end, and raises its error."""
         raw = request.body.read_all(MANIFEST_BYTES_MAX)
         if raw:
             self._service.finish_save(_outline_in(raw, save_id))
@@ -420,7 +420,7 @@ class Activity:
 
 
 class WatchedRoutes(Routes):
-    """Counts each request as work, except those of upkeep: with them, the agents of idle nodes would keep each other alive."""
+    """Counts each request as work, except for upkeep: by it, the agents of idle nodes would keep each other alive."""
 
     def __init__(self, activity: Activity, *args: Any) -> None:
         super().__init__(*args)

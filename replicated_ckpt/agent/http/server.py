@@ -313,7 +313,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _drain(self, body: Body | None) -> None:
         """Reads the rest of the request, so that the peer gets the answer and not a reset connection."""
-        socket.socket.shutdown(self.connection, socket.SHUT_WR)  # SSLSocket drops TLS, and the reads below would get ciphertext
+        # Not SSLSocket's method, which drops TLS: the reads below would get ciphertext.
+        socket.socket.shutdown(self.connection, socket.SHUT_WR)
         piece = memoryview(bytearray(1 << 20))
         drained = 0
         if body is not None:

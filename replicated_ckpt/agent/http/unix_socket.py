@@ -1,4 +1,4 @@
-"""The agent's Unix socket. The node's ranks send it shards, as descriptors of their memory, and reports of saves and loads."""
+"""The agent's Unix socket, on which ranks submit shards, as descriptors of memory, and reports of saves and loads."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""The audit: every node reads all its files. The result is the damage found, and the plan that repairs it. Changes nothing."""
+"""The audit: every node reads all its files. Its result lists the damage, and the plan that repairs it. Changes nothing."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence

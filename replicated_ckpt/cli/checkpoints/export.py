@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the output is at its place, read back; otherwise nothing is there. See ExitCode."""
+    """Exit code: OK if the output is written and was read back. With any other code, no output is left. See ExitCode."""
     if arguments.root is None and arguments.object_store is None:
         raise ConfigInvalid("No source was named.", "Name a node's store with --root, or a bucket with --object-store.")
     if arguments.object_store is None:
-        # It is only read: a group that may read the checkpoints may export them.
+        # The store is only read: a group that may read the checkpoints may export them.
         open_store(arguments.root, of_any_user=True)
-    # Imported here: it brings torch, and wrong options should fail before that.
+    # Imported here: this imports torch, and wrong options should fail before that.
     from replicated_ckpt.dcp.convert.export import export_checkpoint
 
     with stop_on_sigterm(), Printer("export") as printer:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that select and rename entries."""
+    """Adds the options of `export` and `import` that select and rename entries."""
     add = parser.add_argument
     add(
         "--include",
@@ -116,10 +116,10 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def key_rules(arguments: argparse.Namespace) -> KeyRules:
-    """The rules from the options.
+    """The rules that the options select.
 
     Raises:
-        ConfigInvalid: a renaming without "=".
+        ConfigInvalid: `--rename` has no "=".
     """
     renames = []
     for text in arguments.rename:
@@ -138,7 +138,7 @@ def describe_converted(done: "Converted") -> str:
 
 
 class Printer:
-    """Writes progress, notes and this package's warnings to stderr, at most a line of progress in a second."""
+    """Writes progress, notes and this package's warnings to stderr. At most one line of progress a second."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -166,7 +166,7 @@ class Printer:
             return
         self._shown_at, self._step = now, progress.step
         how_far = describe_progress(progress.done_bytes, progress.total_bytes, now - self._started_at, "written")
-        # The check reads all of it again, and how long that takes is not known.
+        # Only the writing has progress: the check reads everything again, in an unknown time.
         self._line.show(f"{self._verb}: {how_far if progress.step == 'writing' and how_far else progress.step}")
 
     def print_line(self, line: str) -> None:
