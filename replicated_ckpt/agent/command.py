@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(
         "--copy-mib-per-s",
         "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 (default: "
-        "none for saves; for re-protection 256 while the node saves or loads, 16 while its ranks fetch, else none)",
+        "no limit; re-protection gets 256 while the node saves or loads, and 16 while its ranks fetch)",
     )
     number("--scrub-mib-per-s", "rate of the scrub, which reads the store to find damage (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")

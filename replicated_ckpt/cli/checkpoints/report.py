@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the reports of all ranks were found, or rank 0's have theirs; UNREACHABLE if nodes may have more."""
+    """Exit code: OK if the report of each rank was found; UNREACHABLE if some are missing and nodes did not answer."""
     store = open_store_of(arguments)
     seen = look_at_nodes(store, open_book(store, arguments.nodes))
     checkpoint_id = find_id(store, arguments.id, seen)
@@ -82,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> tuple[Sequence[RankReport], NodesSeen]:
-    """What this node keeps, and what the other nodes return that answered before; also the nodes that do so still.
+    """The reports of a checkpoint from this node and from the others in `seen` that answered.
+
+    Also returns `seen` without the nodes that no longer answer.
 
     Raises:
         StoreError: this node's reports cannot be read.
@@ -97,15 +99,15 @@ def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> t
 
     others = FanOut.run([address.node_id for address in seen.reached], ask)
     found = [*RankReports(store).read(checkpoint_id), *(report for told in others.results.values() for report in told)]
-    # A node that has stopped answering, or an agent of a release without reports, costs only its own.
+    # A node that stopped answering, or whose release has no reports, only lacks its own.
     still = replace(seen, unreached={**seen.unreached, **others.errors})
     return [report for report in found if report.checkpoint_id == checkpoint_id], still
 
 
 def choose_newest(reports: Iterable[RankReport], kind: Kind) -> Sequence[RankReport]:
-    """The reports of the newest save or load, one of each known rank, in order. Empty: there is none.
+    """The reports of the newest save or load, one for each known rank, in order of rank. Empty: there is none.
 
-    A rank's own report is taken before the shorter one that rank 0 has of it.
+    A rank's own report is used if it was found, else the shorter one that rank 0 has of the rank.
     """
     by_operation: dict[str, dict[int, RankReport]] = {}
     ended: Mapping[str, float] = {}
@@ -169,7 +171,7 @@ def _make_table(reports: Sequence[RankReport], names: Mapping[str, str]) -> str:
         agents = _add_agent_spans([one])
         spent = {name: value - agents.get(name, 0.0) for name, value in one.phases.items()}
         counts = [describe_bytes(one.sizes.get(name, 0)) for name in sizes]
-        # What the agent has done stands in its row.
+        # The agent's work is in the agent's own row.
         done = {name for name, value in spent.items() if name not in agents or value > _LEAST_S}
         cells = [f"{spent[name]:.3f}" if name in done else "-" for name in phases]
         rows.append([f"rank {one.rank}", names[one.node_id], *counts, *cells, f"{one.seconds:.3f}"])

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_unmanaged(audits)
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
-        # The bucket may take hours: in a pipe the nodes' result would be held back until then.
+        # Flushed now: the bucket may take hours, and a pipe would hold the nodes' result back until then.
         sys.stdout.flush()
     there = _InBucket() if target is None else _read(target, arguments.id, shows_progress=arguments.progress)
     if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
@@ -128,9 +128,10 @@ def _verify_bucket_alone(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """The findings in the bucket. `unchecked`: checkpoints of stock torch, without checksums. `problem`: why it is unread.
+    """The findings in the bucket. `unchecked`: checkpoints of stock torch, without checksums.
 
-    `newer`: checkpoints that only a newer version reads. `save_ids`: of all saves that are committed there.
+    `newer`: checkpoints that only a newer version reads. `save_ids`: of all saves that are committed there. `problem`: the
+    error, if the bucket could not be read.
     """
 
     url: str = ""
@@ -155,7 +156,7 @@ class _InBucket:
 
 def _read(target: ObjectTarget, checkpoint_id: str | None, *, shows_progress: bool) -> _InBucket:
     try:
-        # One request of thousands may fail: that must not end a check of hours.
+        # Retried: one failed request of thousands must not end a check that takes hours.
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):

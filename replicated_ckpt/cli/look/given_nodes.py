@@ -80,7 +80,7 @@ def _knows(known: Sequence[AgentAddress], host: str, port: int | None) -> bool:
 
 
 def _is_own(directory: Path, host: str, port: int | None) -> bool:
-    """Whether this node itself is named, which is read from its disk."""
+    """Whether the place is this node itself, whose store is read from its disk."""
     endpoint = read_endpoint(directory)
     is_port = port is None or (endpoint is not None and endpoint.port == port)
     return is_port and any(map(_is_local, _resolve(host)))
@@ -100,11 +100,11 @@ def _resolve(host: str) -> Collection[str]:
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
-        return ()  # a node's id, or a name that the address book alone has
+        return ()  # a node's id, or a name that only the address book has
 
 
 def _introduce(host: str, port: int | None) -> AgentAddress:
-    """Asks an unknown agent who it is. Both sides show that they have the user's key; neither sends it."""
+    """Asks an unknown agent for its identity. Both sides prove that they have the user's key, and neither sends it."""
     key, where = read_owner_key(), host if port is None else f"{host}:{port}"
     if not key:
         raise ConfigInvalid(f"This node does not know a node at {where}, so it has no token for its agent.", _KEY_HINT)
@@ -128,7 +128,7 @@ def _introduce(host: str, port: int | None) -> AgentAddress:
             {**address.to_json(), **{name: told[name] for name in ("node_id", "incarnation")}}
         )
         proof = str(told["proof"])
-    # Without it, whoever answers there could make up what this command shows.
+    # Without the proof, any process that answers there could make up the output of this command.
     if not hmac.compare_digest(proof.encode(), prove(key, pin_name(address.tls_sha256), challenge).encode()):
         detail = "it does not prove that it has this user's key file, so its answers are not believed"
         raise StoreDenied(where, "ask", "its agent", detail, _KEY_HINT)
@@ -136,10 +136,10 @@ def _introduce(host: str, port: int | None) -> AgentAddress:
 
 
 def as_owner(address: AgentAddress, key: str) -> AgentAddress:
-    """The address with the right of the node's own user, if its agent has this key.
+    """The address with a token that gives the right of the node's own user, if its agent has this key.
 
     Raises:
-        AgentUnavailable: another user may listen at this address of this host, and would get the signature by plain HTTP.
+        AgentUnavailable: another user may listen at this address, on this host, and would get the token by plain HTTP.
     """
     if not address.tls_sha256 and is_loopback(address.host):
         users = {listener.uid for listener in listeners_on(address.port)}
@@ -152,7 +152,7 @@ def as_owner(address: AgentAddress, key: str) -> AgentAddress:
 
 
 def _find_certificate(address: AgentAddress) -> str:
-    """The fingerprint of the certificate that the agent shows; "" if it uses plain HTTP, where that is allowed."""
+    """The fingerprint of the certificate that the agent shows. "": the agent uses plain HTTP, which is allowed there."""
     if is_network_trusted():
         return ""
     try:

@@ -92,9 +92,12 @@ def judge_health(
     in_doubt: Sequence[WaitingSave],
     root: Path,
 ) -> Health:
-    """`agent`: the status of this node's agent. None without `why_down`: the agent has exited, as no job runs."""
+    """The verdict. `agent`: the status of this node's agent, if it answers.
+
+    If `agent` is None and `why_down` is "", the agent has exited because no job runs.
+    """
     is_idle = agent is None and not why_down
-    # Agents that ranks started leave with them: then a refused connection is not a fault.
+    # Agents that ranks started exit after them. A refused connection is not a fault then.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
     bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
     needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}
@@ -144,7 +147,7 @@ def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        # Such a disk still reads and has free bytes: nothing else would show that saves fail.
+        # Such a disk can be read and has free bytes: nothing else would show that saves fail.
         if held.room is not None and held.room.write_error:
             what = f"{seen.label(node)}: its root cannot be written: {held.room.write_error}"
             yield f"{what}. Its ranks cannot save, and it takes no copies. Check `dmesg` and `df` there"
@@ -152,7 +155,7 @@ def _unwritable(seen: NodesSeen) -> Iterator[str]:
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        # A share of the disk says nothing: 5 % of 100 TB is room for many saves, and 20 % of 100 GB may be none.
+        # Not a share of the disk: 5 % of 100 TB is room for many saves, and 20 % of 100 GB perhaps for none.
         largest = max((sum(one.sizes.values()) for one in held.holdings), default=0)
         if held.room is not None and held.room.size_bytes and held.room.free_bytes < largest + _ROOM_BYTES_MIN:
             what = f"{seen.label(node)}: {describe_room(held.room)}"
@@ -164,7 +167,7 @@ def describe_room(room: Room | None) -> str:
 
 
 def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Iterator[str]:
-    """One line, for the newest checkpoint with differing replicas: a run that has diverged has them in every save."""
+    """One line, for the newest checkpoint with diverged replicas: once a run has diverged, all its saves have them."""
     manifests = [seen.manifests[row.save_id] for row in rows if row.save_id in seen.manifests]
     diverged = sorted((one for one in manifests if one.divergences), key=lambda one: one.created_unix_s)
     if diverged:

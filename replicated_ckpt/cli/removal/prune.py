@@ -1,4 +1,4 @@
-"""`replicated-ckpt prune --keep-last N`: the older checkpoints of each run go, by the rule that retention goes by."""
+"""`replicated-ckpt prune --keep-last N`: removes the older checkpoints of each run, by the same rules as retention."""
 
 import argparse
 import json
@@ -49,7 +49,10 @@ def _number(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it."""
+    """Exit code: OK if all chosen checkpoints were removed everywhere. FAILED if a removal was refused, or copies are left.
+
+    UNREACHABLE if nodes that may have copies did not answer.
+    """
     retention = Retention(
         keep_last=arguments.keep_last, keep_every=arguments.keep_every, keep_period=arguments.keep_period
     )
