@@ -45,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"port to listen on, or a range such as 29600-29631 (default: {PORT_ENV}, else its last port, else any "
         "free one)",
     )
-    add("--idle-exit-s", type=float, metavar="N", help="exit after this time without clients or work (default: never)")
+    add("--idle-exit-s", type=float, metavar="N", help="exit after N seconds without clients or work (default: never)")
     number = partial(_add_number, parser)
-    number("--lost-after-s", "treat a silent peer's copies as lost after this time (default: %(default)s)")
+    number("--lost-after-s", "treat a silent peer's copies as lost after N seconds (default: %(default)s)")
     number(
         "--away-after-s",
-        "treat the copies of a peer that announced its exit as lost after this time (default: %(default)s)",
+        "treat the copies of a peer that announced its exit as lost after N seconds (default: %(default)s)",
     )
     number(
         "--copy-mib-per-s",
@@ -60,12 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--scrub-mib-per-s", "rate of the scrub, which reads the store to find damage (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
     number("--upload-part-mib", "size of the parts of an upload to S3, 5 to 512 (default: %(default)s)", int)
-    number("--scrub-every-s", "pause between two scrubs (default: %(default)s)")
-    number("--round-every-s", "pause between two rounds of re-protection (default: %(default)s)")
-    number("--drain-s", "after SIGTERM, complete open saves for at most this time (default and maximum: %(default)s)")
-    number("--nice", "niceness while training runs, 0 to 19 (default: %(default)s)", int)
+    number("--scrub-every-s", "seconds between two scrubs (default: %(default)s)")
+    number("--round-every-s", "seconds between two rounds of re-protection (default: %(default)s)")
+    number("--drain-s", "after SIGTERM, complete open saves for at most N seconds (default and maximum: %(default)s)")
+    number("--nice", "niceness of the threads that write and receive shards, 0 to 19 (default: %(default)s)", int)
     certificate = os.environ.get(TLS_CERT_ENV, "")
-    add("--tls-cert", default=certificate, metavar="FILE", help="certificate of the agent (PEM; default: it makes one)")
+    help_ = "certificate of the agent (PEM; default: the agent makes one)"
+    add("--tls-cert", default=certificate, metavar="FILE", help=help_)
     add(
         "--tls-key",
         default=os.environ.get(TLS_KEY_ENV, ""),

@@ -21,7 +21,7 @@ HELP = "Remove a node that never comes back from this node's address book, and p
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("node", metavar="NODE", help="its id, or its host if only one node has that host")
+    parser.add_argument("node", metavar="NODE", help="id of the node, or its host if no other node has that host")
     add_root_argument(parser)
     parser.add_argument("--force", action="store_true", help="also forget a node that may hold the last copy of a file")
     add_output_argument(parser)

@@ -13,9 +13,9 @@ from replicated_ckpt.wording import plural
 
 HELP = (
     "Remove all but the newest checkpoints of each run from this node, from each node whose agent has the same key file, "
-    "and from the bucket once no node has them. Run it on each other node. Checkpoints that the job's own "
-    "keep_every, keep_period and keep_best select stay, too. If the job has a policy for a bucket, prune leaves that "
-    "bucket alone, unless --object-store names it."
+    "and from the bucket once no node has them. Without a common key file, run it on every node. Checkpoints that the "
+    "job's own keep_every, keep_period and keep_best select are kept, too. If the job has a policy for a bucket, prune "
+    "leaves that bucket alone, unless --object-store names it."
 )
 
 

@@ -16,7 +16,7 @@ from replicated_ckpt.stores.local.versions.remove import renamed_refusal
 
 HELP = (
     "Remove one checkpoint from this node, from each node whose agent has the same key file, and from the bucket once no "
-    "node has it. Run it on each other node."
+    "node has it. Without a common key file, run it on every node."
 )
 
 
