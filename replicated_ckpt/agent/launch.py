@@ -171,7 +171,7 @@ def _find_home(module: str) -> str | None:
 
 START_TIMEOUT_S = 20.0
 STOPPED_TIMEOUT_S = 5.0
-"""The limit for an agent whose process is stopped while it starts."""
+"""The limit for the start of an agent whose process is stopped (SIGSTOP)."""
 SILENT_TIMEOUT_S = 1.0
 """The time-out for an agent that did not answer this process the last time."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"

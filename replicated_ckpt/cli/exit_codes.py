@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
 
 MEANING = {
     ExitCode.OK: "success",
-    ExitCode.FAILED: "a check failed, or the command could not do all: see the output",
+    ExitCode.FAILED: "a check failed, or the command could not do everything: see the output",
     ExitCode.USAGE: "invalid arguments",
     ExitCode.NOT_FOUND: "checkpoint not found",
     ExitCode.SHARD_LOST: "a shard has no intact copy",

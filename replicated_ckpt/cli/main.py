@@ -38,7 +38,7 @@ VERBS = {
 _BEGIN = (
     "Begin with `replicated-ckpt ls --root ROOT`, on a node. `replicated-ckpt VERB --help` lists the options of a verb."
 )
-_RERUN = "Hint: Redirect it elsewhere and run the command again. Completed steps are not undone."
+_RERUN = "Hint: Redirect the output elsewhere, and run the command again. Completed steps are not undone."
 
 
 def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ class Connections:
         self._warned_at = -_WARNING_INTERVAL_S
 
     def admit(self, peer: Any, stream: socket.socket) -> bool:
-        """Adds a connection, and closes another one if there are too many; False if every one has a request in progress."""
+        """Adds a connection, and closes another one if there are too many. False: all have a request in progress."""
         with self._lock:
             if len(self._open) >= self._maximum:
                 self._warn()

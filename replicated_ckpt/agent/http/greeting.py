@@ -28,7 +28,7 @@ INTERVAL_S = 10.0
 PER_SENDER_MAX = 16
 PARALLEL_MAX = 64
 """Calls back in progress, for one sender's address and in total."""
-WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
+WAIT_MAX_S = 2.0  # shorter than GREETING_DEADLINE_S, for which the greeter waits
 PAIRS_MAX = 16_384
 """Bound on the remembered pairs of a node's name and a sender's address: twice the size of an address book."""
 _HINT = "The greeting agent tries again in its next round. No action is needed."

@@ -44,7 +44,7 @@ class Prober:
         self._weak_by_url: dict[str, Trial] = {}
 
     def probe(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
-        """Whether a bucket can be reached, the save under a checkpoint's name there, and the lineages next to that name.
+        """Whether a bucket can be reached, which save has a checkpoint's name there, and the lineages in its directory.
 
         A bucket that does not answer in time counts as unavailable. While its last probe still runs, it does so at once.
         `weakness`: the fault that the trial of its conditional writes has found. Only one answer has it.

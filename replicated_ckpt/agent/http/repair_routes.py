@@ -39,7 +39,7 @@ _WHY_CHARS_MAX = 500  # a peer chooses it, and it is logged
 
 
 class RepairRoutes:
-    """Maps requests to re-protection. Safe for concurrent use."""
+    """Answers requests of upkeep, through re-protection and the node's service. Safe for concurrent use."""
 
     def __init__(
         self,

@@ -162,7 +162,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
 
 @dataclass(frozen=True)
 class FileAnswer(Answer):
-    """An answer that is a range of a file; its sender closes `fd`."""
+    """An answer that is a range of a file. The server closes `fd` when it has sent the answer."""
 
     fd: int = -1
     offset: int = 0

@@ -298,7 +298,7 @@ class Routes:
             request.require(Right.JOB)
 
     def _require_end(self, request: Request, rest: Sequence[str]) -> None:
-        """Checks that only the coordinator sends what ends a save. A peer may send shards."""
+        """Checks that a request that ends a save comes from the coordinator. A peer may send shards."""
         is_end = rest in (["pull"], ["commit"]) or (
             request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
         )
@@ -420,7 +420,7 @@ class Activity:
 
 
 class WatchedRoutes(Routes):
-    """Counts each request as work, except for upkeep: by it, the agents of idle nodes would keep each other alive."""
+    """Counts each request as work, except those of upkeep, with which idle agents would keep each other alive."""
 
     def __init__(self, activity: Activity, *args: Any) -> None:
         super().__init__(*args)

@@ -81,7 +81,7 @@ class Audit:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings. A copy that is missing on an intended node is left out if enough others exist."""
+        """All findings, without missing copies of shards that have enough others."""
         return tuple(
             finding
             for reading in self.readings

@@ -1,4 +1,4 @@
-"""Re-protection: in the background, every committed checkpoint gets its number of copies again."""
+"""Re-protection: a background thread that restores the number of copies of every committed checkpoint."""
 
 import logging
 import threading

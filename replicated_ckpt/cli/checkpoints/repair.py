@@ -37,7 +37,7 @@ from replicated_ckpt.wording import one_line, plural
 
 
 def list_known_nodes(store: LocalStore) -> set[str]:
-    """The nodes that this one has met, or waits for to settle a save."""
+    """The nodes in the address book, and those that a save in doubt on this node waits for."""
     known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
     return known | {node for save in list_staged_saves(store) for node in save.nodes}
 

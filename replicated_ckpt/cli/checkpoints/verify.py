@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every byte is as it was saved and every shard has its copies. See ExitCode for the others.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
+        CheckpointNotFound, ConfigInvalid, AgentUnavailable: as `open_store_of`. StoreError: the node's store or the bucket
+            cannot be read. The findings on the nodes are printed before an error of the bucket.
     """
     if arguments.root is None:
         return _verify_bucket_alone(arguments)

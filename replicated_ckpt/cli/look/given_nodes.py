@@ -1,4 +1,4 @@
-"""`--nodes HOST[:PORT],...`: nodes that a command asks besides those of the address book, and the right to ask them."""
+"""`--nodes HOST[:PORT],...`: further nodes that a command asks, and how it proves its right to ask them."""
 
 import argparse
 import hashlib
@@ -64,8 +64,8 @@ def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
     """The address book of the node, with the agents at `places`.
 
     Raises:
-        ConfigInvalid: this node does not know one, and the user has no key. StoreDenied: it does not have the same key.
-        StoreUnavailable: it does not answer.
+        ConfigInvalid: the address book lacks one of them, and the user has no key. StoreDenied: an agent does not have the
+            same key. StoreUnavailable: an agent does not answer.
     """
     directory, own = store.root_agent_directory(), store.read_node_id()
     known = PeerBook(directory).read_all()

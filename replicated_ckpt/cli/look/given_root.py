@@ -86,7 +86,7 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
 def _check_is_open(root: Path, names: list[str]) -> None:
     """Raises StoreDenied: the owner, another user, has closed a directory of the root. Checkpoints may be in it."""
     owner = root.stat().st_uid
-    # A user can read all directories of its own.
+    # No other user can have closed the user's own directories.
     if owner == os.geteuid():
         return
     for name in names:

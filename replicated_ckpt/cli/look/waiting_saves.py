@@ -90,7 +90,7 @@ def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) ->
 
 
 def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
-    """The other save that has the name of this decided one. "": this save is not decided, may take the name, or unknown."""
+    """The other save that has the name of a decided one. "": not decided, not blocked, or the disk cannot be read."""
     with contextlib.suppress(ReplicatedCkptError, OSError):
         named, intent = store.catalog.find_manifest(checkpoint_id), store.intent_of(save_id)
         decided = None if named is None else read_decision(store.staging(save_id), save_id)

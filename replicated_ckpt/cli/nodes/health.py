@@ -219,7 +219,8 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
         return
     if found["is_complete"] or found["in_doubt"]:
         yield (
-            "re-protection: waits for the nodes that do not answer (agent: --lost-after-s, --away-after-s), then copies"
+            "re-protection: waits for the nodes that do not answer, for the agent's --lost-after-s or --away-after-s, "
+            "then makes the copies"
         )
         return
     planned = plural(found["planned"], "action")
@@ -229,4 +230,4 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
     yield "re-protection: " + "; ".join([work, *stuck])
 
 
-_STUCK = {"short": "short: too few nodes or intact copies", "lost": "lost"}
+_STUCK = {"short": "shards with too few copies, for lack of nodes or intact copies", "lost": "shards lost"}

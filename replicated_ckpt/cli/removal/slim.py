@@ -55,7 +55,7 @@ class Slimmed:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if no node that answers still has its optimizer. FAILED if that was refused, or other nodes have it."""
+    """Exit code: OK if no node that answers still has the optimizer. FAILED if some do, or the removal was refused."""
     store = open_store(arguments.root)
     target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     seen = look_at_nodes(store)
