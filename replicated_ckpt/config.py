@@ -357,7 +357,7 @@ class AgentConfig:
         # Ranks wait for a stopping agent by this constant: a longer drain would fail their saves.
         if self.drain_s > DRAIN_S:
             problem = f"{_with_variable('drain_s')} must be at most {DRAIN_S:g}, not {self.drain_s:g}"
-            raise ConfigInvalid(f"{problem}: a rank that begins a save waits no longer for the agent to exit.")
+            raise ConfigInvalid(f"{problem}: a rank that begins a save waits at most that long for the agent to exit.")
         # With only one of them, the agent would quietly make a certificate of its own.
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid(f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) must be set together.")

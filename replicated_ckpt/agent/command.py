@@ -97,7 +97,7 @@ def _add_number(parser: argparse.ArgumentParser, option: str, help_: str, kind: 
             return kind(text)
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"it (or {variable}) must be {wanted}, not {text!r}") from None
+            raise argparse.ArgumentTypeError(f"(or {variable}) must be {wanted}, not {text!r}") from None
 
     default = os.environ.get(variable, getattr(AgentConfig, name))
     parser.add_argument(option, type=parse, metavar="N", default=default, help=help_)

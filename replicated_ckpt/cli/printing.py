@@ -14,7 +14,7 @@ def add_output_argument(parser: argparse.ArgumentParser, more: str = "") -> None
 
 def _is_json(text: str) -> bool:
     if text not in ("text", "json"):
-        raise argparse.ArgumentTypeError(f"it is text or json, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be text or json, not {text!r}")
     return text == "json"
 
 

@@ -192,9 +192,7 @@ def test_watch_marks_what_has_changed(tmp_path: Path) -> None:
     try:
         assert watching.stdout is not None
         lines = iter(watching.stdout.readline, "")
-        clock = re.compile(
-            r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}, every 0.2 s until Ctrl-C; \* marks what has changed\n"
-        )
+        clock = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}, every 0.2 s until Ctrl-C; \* marks changed lines\n")
         assert clock.fullmatch(next(lines))
         assert next(lines) == "  idle\n"
         (store.root / "step-1" / shard(0)).unlink()

@@ -200,7 +200,7 @@ def _by(label: str, values: Mapping[str, float]) -> list[tuple[Labels, float]]:
 
 
 _ENDED: Mapping[Kind, tuple[str, str, str]] = {
-    "save": ("saves_total", "Saves that ended, counted on the node of rank 0.", "by what became of them"),
+    "save": ("saves_total", "Saves that ended, counted on the node of rank 0.", "written or linked"),
     "load": ("restores_total", "Loads that ended, counted on the node of rank 0.", "by their source"),
 }
 

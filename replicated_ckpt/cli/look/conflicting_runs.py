@@ -61,15 +61,18 @@ def _place(save: SaveFound, seen: NodesSeen) -> str:
 
 def _describe_wait(newest: SaveFound, row: CheckpointSeen) -> str:
     """Why the older versions are still there."""
-    stay = f"the older ones stay until every shard of save {newest.save_id} has been seen"
+    name, newest_id = row.checkpoint_id, newest.save_id
     if row.state in (WHOLE, SHORT):
         return (
-            f"{row.checkpoint_id}: {stay}. All have been seen: re-protection removes the older ones once no load "
+            f"{name}: every shard of save {newest_id} was seen, so re-protection removes the older ones once no load "
             "reads them"
         )
     if row.state == LOST:
-        return f"{row.checkpoint_id}: {stay}. Its files are lost, so the older ones stay until a newer save is complete"
-    return f"{row.checkpoint_id}: {stay}. The missing shards may be on the nodes that were not reached"
+        return f"{name}: files of save {newest_id} are lost, so the older ones stay until a newer save is complete"
+    return (
+        f"{name}: the older ones stay until every shard of save {newest_id} was seen. The missing shards may be on the "
+        "nodes that were not reached"
+    )
 
 
 def _describe_runs(seen: NodesSeen) -> Iterator[str]:

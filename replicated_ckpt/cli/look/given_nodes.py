@@ -56,7 +56,7 @@ def _parse_place(text: str) -> _Place:
         or not HOST_PATTERN.fullmatch(host)
         or not (port == "" or (port.isdecimal() and 0 < int(port) < 1 << 16))
     ):
-        raise argparse.ArgumentTypeError(f"it is HOST or HOST:PORT, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be HOST or HOST:PORT, not {text!r}")
     return host, int(port) if port else None
 
 
@@ -130,7 +130,7 @@ def _introduce(host: str, port: int | None) -> AgentAddress:
         proof = str(told["proof"])
     # Without the proof, any process that answers there could make up the output of this command.
     if not hmac.compare_digest(proof.encode(), prove(key, pin_name(address.tls_sha256), challenge).encode()):
-        detail = "it does not prove that it has this user's key file, so its answers are not believed"
+        detail = "it does not prove that it has this user's key file, so its answers are not used"
         raise StoreDenied(where, "ask", "its agent", detail, _KEY_HINT)
     return found
 
@@ -145,8 +145,8 @@ def as_owner(address: AgentAddress, key: str) -> AgentAddress:
         users = {listener.uid for listener in listeners_on(address.port)}
         if users != {os.geteuid()}:
             raise AgentUnavailable(
-                f"No process of this user alone listens at {address.host}:{address.port}, so it gets no signature.",
-                f"Start the agent of node {address.node_id} again, then a save or load, or name its port by --nodes.",
+                f"Nothing, or a process of another user, listens at {address.host}:{address.port}: no token was sent.",
+                f"Start the agent of node {address.node_id}. A save or load then updates its address.",
             )
     return replace(address, token=show_key(key, address.tls_sha256, time.time()))
 

@@ -265,7 +265,7 @@ def _run_there(address: AgentAddress, words: Sequence[str]) -> None:
     """Raises AgentUnavailable: the command failed."""
     # Another process wrote the host: one that begins with "-" would be an option of ssh.
     if address.host.startswith("-") or not address.host:
-        raise AgentUnavailable(f"No agent was started for {address.label}: this is not a host.")
+        raise AgentUnavailable(f"No agent was started for {address.label}: its address is not a host.")
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RSH_S, check=False

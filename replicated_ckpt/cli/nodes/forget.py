@@ -114,7 +114,7 @@ def _print(
         print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or use --force")
         return
     copies = (
-        "agents make new copies of what it held, if other nodes can take them"
+        "agents make new copies of its files, if other nodes can take them"
         if is_missed
         else "all copies exist without it"
     )

@@ -181,7 +181,7 @@ def _describe_rejected(rows: Sequence[CheckpointSeen], root: Path) -> Iterator[s
     names = list(dict.fromkeys(row.checkpoint_id for row in rows if row.is_rejected))
     if names:
         undo = f"`replicated-ckpt reject {quote(names[0])} --undo --root {quote(str(root))}`"
-        yield f'rejected, so "latest" skips: {list_some(names, _NAMED_MAX)}. To end that: {undo}'
+        yield f'"latest" skips rejected checkpoints: {list_some(names, _NAMED_MAX)}. To end a rejection: {undo}'
 
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--own-agent", action="store_true", help="only check this node's agent: exit code 0 if it answers, else 5"
     )
-    add_output_argument(parser, "with --watch one line each time")
+    add_output_argument(parser, "with --watch, one line for each repetition")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_again(lines: Sequence[str], before: Sequence[str] | None, every_s: float) -> None:
     """Prints the time, then the lines, with a mark at each line that `before` does not have."""
     clear = _CLEAR if sys.stdout.isatty() else ""
-    print(f"{clear}{format_moment(time.time())}, every {every_s:g} s until Ctrl-C; * marks what has changed")
+    print(f"{clear}{format_moment(time.time())}, every {every_s:g} s until Ctrl-C; * marks changed lines")
     changed = set(lines).difference(lines if before is None else before)
     print("\n".join(f"{'*' if line in changed else ' '} {line}" for line in lines), flush=True)
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is a whole number from 1, not {text!r}; `rm ID` removes one checkpoint")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text!r}; `rm ID` removes one checkpoint")
     return int(text)
 
 

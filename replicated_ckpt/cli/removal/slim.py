@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcome = Slimmed(arguments.id, manifest.save_id, list(gone))
     outcome.refused = "" if arguments.force else _find_refusal(manifest, rows, seen)
     if not gone:
-        outcome.refused = "has no optimizer in files of its own, or nothing else"
+        outcome.refused = "has no optimizer in separate files, or nothing else"
     outcome.full_on = _list_full(manifest, seen)
     if not (outcome.refused or arguments.dry_run):
         _drop(store, manifest, outcome)
