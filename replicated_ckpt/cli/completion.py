@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid
 
-HELP = 'Print shell code that completes this command. Use: eval "$(replicated-ckpt completion bash)".'
+HELP = 'Print the lines with which a shell completes this command: eval "$(replicated-ckpt completion bash)".'
 _PROGRAM = "replicated-ckpt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that runs the code")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that reads them")
 
 
 def run(arguments: argparse.Namespace) -> int:

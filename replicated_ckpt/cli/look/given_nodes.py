@@ -64,8 +64,8 @@ def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
     """The address book of the node, with the agents at `places`.
 
     Raises:
-        ConfigInvalid: the address book lacks one of them, and the user has no key. StoreDenied: an agent does not have the
-            same key. StoreUnavailable: an agent does not answer.
+        ConfigInvalid: this node does not know one, and the user has no key. StoreDenied: it does not have the same key.
+        StoreUnavailable: it does not answer.
     """
     directory, own = store.root_agent_directory(), store.read_node_id()
     known = PeerBook(directory).read_all()
@@ -104,7 +104,7 @@ def _resolve(host: str) -> Collection[str]:
 
 
 def _introduce(host: str, port: int | None) -> AgentAddress:
-    """Asks an unknown agent for its identity. Both sides prove that they have the user's key, and neither sends it."""
+    """Asks an unknown agent who it is. Both sides show that they have the user's key; neither sends it."""
     key, where = read_owner_key(), host if port is None else f"{host}:{port}"
     if not key:
         raise ConfigInvalid(f"This node does not know a node at {where}, so it has no token for its agent.", _KEY_HINT)

@@ -226,10 +226,10 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def open_store_of(arguments: argparse.Namespace) -> LocalStore:
-    """The store under `--root`. With `--start-agents` its agent runs afterwards.
+    """The store under `--root`, its agent running if `--start-agents` asks for that.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreDenied, StoreError: as `open_store`. AgentUnavailable: no agent can start.
+        CheckpointNotFound, ConfigInvalid, StoreDenied, AgentUnavailable
     """
     store = open_store(arguments.root)
     if arguments.start_agents:

@@ -157,7 +157,7 @@ class Remover:
         """Removes the chosen saves, the oldest first. An error keeps only the versions of that checkpoint."""
         outcome = Removed()
         for row in reversed(chosen):
-            # If an older version stays, so do the newer ones: without them it would get the name back.
+            # A newer version goes only after the older one, which would have the name again.
             if row.checkpoint_id in outcome.kept:
                 continue
             try:
@@ -208,7 +208,7 @@ class Remover:
                 book.setdefault(node, []).append(row.checkpoint_id)
         self._remove_from_bucket(row, is_last=not others and not silent, outcome=outcome)
         answer = self._ask_agent("/v1/remove", named)
-        for url, ids in outcome.removed_from.items():  # an upload in progress may have put it back meanwhile
+        for url, ids in outcome.removed_from.items():  # an upload that knew nothing of this may have ended meanwhile
             if row.checkpoint_id in ids:
                 self._remove_from(url, row)
         if answer["why"]:
