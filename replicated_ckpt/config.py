@@ -40,7 +40,7 @@ COMPARED_WITHIN = 16
 """Number of saves. Diverged replicas are found within a few hours, for less than 1 % of the time of a save."""
 NICE_MAX = 19
 PART_MIB = (5, 512)
-"""Least and greatest part of an upload: S3 refuses smaller ones, and an agent holds eight parts in memory."""
+"""Least and greatest size of a part of an upload: S3 refuses smaller parts, and an agent holds eight in memory."""
 _PAUSE_S_MAX = 1e9
 """Upper limit of pauses: `Event.wait` raises OverflowError for much longer ones, which would end the thread."""
 

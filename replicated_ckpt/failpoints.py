@@ -25,7 +25,7 @@ POINTS: Mapping[str, str] = {
     "coordinator.opened": "step 2: every agent has opened the save, no rank has the placement",
     "coordinator.placed": "step 2: the placement is on the blackboard",
     "rank.writing": "step 3: a rank has written its first item",
-    "rank.handing-over": "step 3: a rank of an asynchronous save has its shard's layout, its agent does not",
+    "rank.handing-over": "step 3: a rank of an asynchronous save has laid its shard out, and not sent it to its agent",
     "agent.submitted": "step 3: an agent has a rank's shard in shared memory, and has written nothing of it",
     "agent.writing": "step 3: an agent has read the first bytes of a shard that was submitted",
     "rank.submitted": "step 3: the rank's agent has accepted its shard, no other node has a part of it",

@@ -1,4 +1,4 @@
-"""The certificate of an agent: from the operator's files, which may be renewed meanwhile, or made at the first start."""
+"""The certificate of an agent. The operator provides it in files, and may renew it, or the agent makes one at its start."""
 
 import datetime as dt
 import logging

@@ -201,7 +201,7 @@ class Routes:
         """The status. Clients other than the owner get the agent's identity and the progress of reads and copies alone."""
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
-        # By the proof, a client with the user's key checks that the agent has the key, too.
+        # The proof shows a client with the user's key that this agent has the key, too.
         if is_owner and "challenge" in query:
             told = {**told, "proof": self._prove(query["challenge"])}
         return {**told, "verify": self._repair.how_far(), "bytes_fetched": self._reprotector.bytes_fetched}

@@ -224,7 +224,7 @@ class AgentServer(DualStackServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection. `server` is the AgentServer."""
+    """Serves the requests of one connection."""
 
     server: AgentServer
     protocol_version = "HTTP/1.1"

@@ -131,7 +131,7 @@ class UnixSocketServer:
             ConnectionAbortedError: this agent hung, and the rank, which no longer waits, writes the shard itself.
         """
         try:
-            # After a hang of this agent, rank and agent would both write the file.
+            # Otherwise, after a hang of this agent, both it and the rank would write the file.
             require_asker(connection)
             with parsing("No shard is submitted"):
                 shard = SubmittedShard.from_json(fields, len(descriptors))

@@ -224,7 +224,7 @@ class Mender:
             try:
                 self._service.commit(action.save_id)
             except SaveSuperseded:  # another node has published meanwhile
-                # Shards that were staged before may be the only copies: the save then stays in doubt.
+                # Shards that ranks staged earlier may be the only copies. A save with such shards stays in doubt.
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
                     self._store.abort(action.save_id)
                 raise

@@ -151,7 +151,7 @@ STALE_ROUNDS_MAX = 10  # rounds with the same plan: by then all possible actions
 STALE_SAVE_GRACE_S = 60.0
 SUSPECTS_MAX = 4096  # any peer may name files: the queue stays bounded
 LOAD_FIRST_S = 0.3
-"""A round competes with the load for the processors: with two for four ranks, a load took up to a fifth longer."""
+"""A round competes with the load for processors. With two processors for four ranks, a load took up to a fifth longer."""
 _NOT_PLANNED = (
     "this node's own plan does not have that action, so it refuses the action from another node's plan. Run the command "
     "on this node's host"

@@ -1,4 +1,4 @@
-"""`replicated-ckpt export ID --to FORMAT PATH`: one checkpoint in another format; and the parts that `import` shares."""
+"""`replicated-ckpt export ID --to FORMAT PATH`: writes a checkpoint in another format. `import` shares parts of it."""
 
 import argparse
 import json

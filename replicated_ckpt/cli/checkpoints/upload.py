@@ -163,7 +163,7 @@ def _find_stuck(
     ordered: Collection[str],
     refused: Mapping[AgentAddress, ReplicatedCkptError],
 ) -> str:
-    """Describes shards that neither the bucket nor a node with the order has, with the next step. "": there are none."""
+    """The error text for shards that neither the bucket nor a node with the order has. "": there is no such shard."""
     seen = look_at_nodes(store)
     holders = {name: _find_holders(manifest, name, seen) for name in manifest.shards}
     stuck = {name for name, nodes in holders.items() if nodes.isdisjoint(ordered)}

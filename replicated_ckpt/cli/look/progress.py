@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns all columns to the left. The caller aligns numbers to the right."""
+    """The rows below the header, with all columns aligned to the left."""
     return align([header, *rows], left=range(len(header)))
 
 

@@ -172,7 +172,7 @@ class _Drained:
         if other_count < wanted:
             lines.append(f"but {wanted} copies are wanted, and {others} can hold no more than one each")
         lines.append(
-            "next step: end the ranks here first, as they would save here again, then stop the node. Other drains do "
+            "next step: first end the ranks here, which would save here again, then stop the node. Other drains do "
             "not count its copies until its agent ends or a rank saves here. If this node never comes back: "
             f"`replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others"
         )

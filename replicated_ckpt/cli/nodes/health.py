@@ -144,7 +144,7 @@ def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        # Such a disk can be read and has free bytes: nothing else would show that saves fail.
+        # A disk that cannot be written may be readable and have free bytes: nothing else would show that saves fail.
         if held.room is not None and held.room.write_error:
             what = f"{seen.label(node)}: its root cannot be written: {held.room.write_error}"
             yield f"{what}. Its ranks cannot save, and it takes no copies. Check `dmesg` and `df` there"
@@ -152,7 +152,7 @@ def _unwritable(seen: NodesSeen) -> Iterator[str]:
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        # Not a share of the disk: 5 % of 100 TB is room for many saves, and 20 % of 100 GB perhaps for none.
+        # Bytes are compared, not shares: 5 % of 100 TB is room for many saves, and 20 % of 100 GB perhaps for none.
         largest = max((sum(one.sizes.values()) for one in held.holdings), default=0)
         if held.room is not None and held.room.size_bytes and held.room.free_bytes < largest + _ROOM_BYTES_MIN:
             what = f"{seen.label(node)}: {describe_room(held.room)}"

@@ -278,8 +278,8 @@ class Remover:
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
         """Nodes that should hold files of the save, and did not answer or have no known address here.
 
-        Without a manifest, as of a save in the bucket alone, these are all nodes that did not answer. Nodes that the user
-        has had forgotten do not count.
+        Without a manifest, as of a save in the bucket alone, these are all nodes that did not answer. Nodes that `forget`
+        has removed do not count.
         """
         manifest = self.seen.manifests.get(row.save_id)
         meant = {*self.seen.unreached} if manifest is None else {node.node_id for node in manifest.nodes}
