@@ -37,7 +37,9 @@ _COPIES_MAX, _PORT_MAX = 16, 65535
 MAY_DIFFER = ("*running_mean", "*running_var")
 """BatchNorm's statistics: under DDP each rank has those of its own data until the next forward pass."""
 COMPARED_WITHIN = 16
-"""Number of saves. Diverged replicas are found within a few hours, for less than 1 % of the time of a save."""
+"""Saves in which each replicated value is compared once. So diverged replicas are found within a few hours, for less than
+1 % of the time of a save.
+"""
 NICE_MAX = 19
 PART_MIB = (5, 512)
 """Least and greatest size of a part of an upload: S3 refuses smaller parts, and an agent holds eight in memory."""

@@ -1,4 +1,4 @@
-"""One exception tree. The message states what happened and to what; `hint` is the operator's next step."""
+"""The exceptions of this package, in one tree. The message states what happened and to what; `hint` is the next step."""
 
 import builtins
 from collections.abc import Mapping, Sequence
