@@ -105,7 +105,7 @@ def test_a_peer_is_asked_and_not_believed(pair: tuple[list[RunningAgent], str]) 
             peer.call("POST", "/v1/reject", {"save_ids": [save_id], "is_rejected": True})
         told = {"rejections": {save_id: 1}, "restores": {}}
         peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": told, **told})
-        with pytest.raises(ConfigInvalid, match="does not know"):
+        with pytest.raises(ConfigInvalid, match="not in this node's address book"):
             peer.call("POST", "/v1/marks", {"node_id": "stranger"})
     assert not is_rejected(one, save_id)
 

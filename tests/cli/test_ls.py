@@ -253,7 +253,7 @@ def seen_as(state: str, bucket: str = "") -> CheckpointSeen:
 @pytest.mark.parametrize(
     ("rows", "step"),
     [
-        ([seen_as(LOST), seen_as(WHOLE)], "another version also has this name"),
+        ([seen_as(LOST), seen_as(WHOLE)], "Another version also has this name"),
         ([seen_as(LOST, bucket="there")], "load it with its object_store"),
     ],
 )

@@ -94,7 +94,7 @@ def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
         done = command("status", "--root", store.root)
     assert done.returncode == ExitCode.SHARD_LOST
     assert "files are lost: step-1: 1 file lost" in done.stdout
-    assert "too few nodes or intact copies" not in done.stdout, "what is lost is counted once"
+    assert "for lack of nodes or intact copies" not in done.stdout, "what is lost is counted once"
     (logged,) = (line for line in done.stdout.splitlines() if line.startswith("in the agent's log: "))
     assert logged.startswith("in the agent's log: 2999-01-01 00:00:01,000 WARNING not well")
     assert len(logged) <= 200

@@ -65,7 +65,7 @@ DOCUMENT_BYTES_MAX = 4 << 20
 
 _HINT_BY_RIGHT = {
     Right.JOB: "Only a job with a rank on each node can introduce nodes, and open and end saves.",
-    Right.OWNER: "Run the command on the agent's host, as the agent's user: it reads the token in ROOT/.agent there.",
+    Right.OWNER: "Run the command on the agent's own host, as its user: it reads the token in ROOT/.agent there.",
 }
 
 
