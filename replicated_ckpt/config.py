@@ -206,7 +206,7 @@ class WriterConfig:
         for name, (kind, wanted) in typed.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigInvalid(f"{name} must be {wanted}, not {value!r}.")
-        # A string is a sequence of patterns, too: each of its letters.
+        # A string would be taken as a sequence of patterns of one letter each.
         if isinstance(self.may_differ, str) or not all(isinstance(pattern, str) for pattern in self.may_differ):
             raise ConfigInvalid(f'may_differ must be patterns of names, such as ["rng.*"], not {self.may_differ!r}.')
         object.__setattr__(self, "may_differ", tuple(self.may_differ))
@@ -356,7 +356,7 @@ class AgentConfig:
         if not least <= self.upload_part_mib <= most:
             name = _with_variable("upload_part_mib")
             raise ConfigInvalid(f"{name} must be {least} to {most}, not {self.upload_part_mib}.")
-        # Ranks wait for a stopping agent by this constant: a longer drain would fail their saves.
+        # Ranks wait DRAIN_S for an agent that stops, so a longer drain would fail their saves.
         if self.drain_s > DRAIN_S:
             problem = f"{_with_variable('drain_s')} must be at most {DRAIN_S:g}, not {self.drain_s:g}"
             raise ConfigInvalid(f"{problem}: a rank that begins a save waits at most that long for the agent to exit.")

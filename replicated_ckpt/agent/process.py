@@ -268,7 +268,7 @@ class Agent:
         allowed = parse_ports(self.config.port)
         ports = list(allowed) or [0]
         if identity.port and (not allowed or identity.port in allowed):
-            ports.insert(0, identity.port)  # its peers have this one
+            ports.insert(0, identity.port)  # the port that the peers have in their address books
         for port in ports:
             try:
                 return AgentServer((self.config.host, port), tokens, routes, tls)
