@@ -57,7 +57,7 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
         assert done.stdout.startswith("degraded: step-1: 1 of 2 copies seen: host1 not reached\n")
         assert "had its copies" not in done.stdout, "the last round was before that"
         assert f"degraded: host1 (node {nodes[1].node_id()}): not reached: no agent runs there" in done.stdout
-        assert "next step: on host1" in done.stdout
+        assert "next step: start an agent on host1" in done.stdout
         code, found = as_json("status", "--root", nodes[0].root)
         assert (code, found["exit_code"], found["state"]) == (1, 1, "degraded")
         assert found["agent"]["pid"] == running[0].process.pid
