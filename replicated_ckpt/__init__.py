@@ -1,7 +1,7 @@
 """The public interface: a replicated, fault-tolerant storage backend for PyTorch Distributed Checkpoint.
 
-Importing this package does not import torch (the agent and most CLI verbs run without it); the writer and the reader do,
-on first use.
+Importing this package does not import torch: the agent and most CLI verbs run without it. The writer and the reader import
+torch on first use.
 """
 
 from typing import TYPE_CHECKING

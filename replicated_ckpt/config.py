@@ -31,16 +31,18 @@ NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
 DRAIN_S = 120.0
 LEAVE_WITHIN_S = 150.0
-"""An agent that is told to stop has ended by then, if `drain_s` is the usual."""
+"""An agent with the default `drain_s` exits within this time after it is told to stop."""
 _NO_ROOT = "Pass the path of a directory; a bucket belongs in object_store=."
 _COPIES_MAX, _PORT_MAX = 16, 65535
 MAY_DIFFER = ("*running_mean", "*running_var")
-"""BatchNorm's, which each rank of DDP has from its own data until the next forward pass."""
+"""BatchNorm's statistics: under DDP each rank has those of its own data until the next forward pass."""
 COMPARED_WITHIN = 16
-"""Saves: replicas that diverge are found a few hours later at most, for less than 1 % of a save."""
+"""Saves in which each replicated value is compared once. So diverged replicas are found within a few hours, for less than
+1 % of the time of a save.
+"""
 NICE_MAX = 19
 PART_MIB = (5, 512)
-"""Bounds of the parts of an upload: S3 takes none below 5 MiB, and an agent holds eight of them in memory."""
+"""Least and greatest size of a part of an upload: S3 refuses smaller parts, and an agent holds eight in memory."""
 _PAUSE_S_MAX = 1e9
 """Upper limit of pauses: `Event.wait` raises OverflowError for much longer ones, which would end the thread."""
 
@@ -88,7 +90,7 @@ def check_number(name: str, value: SupportsIndex, least: int = 1, most: int | No
 
 
 def check_direct_io(mode: str | None) -> DirectIO:
-    """The mode of direct I/O. None: from the environment variable, or "auto" without it.
+    """The mode of direct I/O. For None it comes from the environment variable, and is "auto" if that is not set.
 
     Raises:
         ConfigInvalid: there is no such mode.
@@ -204,7 +206,7 @@ class WriterConfig:
         for name, (kind, wanted) in typed.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigInvalid(f"{name} must be {wanted}, not {value!r}.")
-        # A string is a sequence of patterns, too: each of its letters.
+        # A string would be taken as a sequence of patterns of one letter each.
         if isinstance(self.may_differ, str) or not all(isinstance(pattern, str) for pattern in self.may_differ):
             raise ConfigInvalid(f'may_differ must be patterns of names, such as ["rng.*"], not {self.may_differ!r}.')
         object.__setattr__(self, "may_differ", tuple(self.may_differ))
@@ -218,7 +220,7 @@ class WriterConfig:
 
     @property
     def parts_compared(self) -> int | None:
-        """Everything that several ranks have is compared within so many saves; None: nothing is."""
+        """In this number of saves, each value that several ranks hold is compared once. None: no value is compared."""
         return 1 if self.compare_replicas == "all" else self.compare_replicas
 
     @property
@@ -247,10 +249,10 @@ class WriterConfig:
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """The stores and the run that a reader uses. `root` None: the object store only.
+    """The stores and the run that a reader uses. With `root` None it reads the object store alone.
 
     Raises:
-        ConfigInvalid: naming the argument.
+        ConfigInvalid: an argument is invalid; the error names it.
     """
 
     root: str | None
@@ -271,10 +273,10 @@ class ReaderConfig:
 class ManagerConfig:
     """When a CheckpointManager saves: at each multiple of `every`, and after one of the signals `preempt_on`.
 
-    With a memory tier every `disk_every`-th save goes to the disk.
+    With a memory tier, every `disk_every`-th save goes to the disk.
 
     Raises:
-        ConfigInvalid: naming the argument.
+        ConfigInvalid: an argument is invalid; the error names it.
     """
 
     every: int
@@ -297,21 +299,23 @@ class AgentConfig:
 
     Args:
         root: the node's store.
-        host: the address that it listens on.
-        port: a port, or a range of which it takes the first free one. It prefers its last port. If `port` is empty and the
-            last port is taken, it takes any free one.
-        idle_exit_s: seconds without clients and work after which it exits. None: it runs until it is told to stop.
-        lost_after_s, away_after_s: how long the copies of a silent peer, or of one that announced its end, still count.
+        host: the address that the agent listens on.
+        port: a port, or a range of which the agent takes the first free one. It prefers its last port. If `port` is empty
+            and the last port is taken, the agent takes any free one.
+        idle_exit_s: the agent exits after so many seconds without clients and work. None: it runs until it is told to stop.
+        lost_after_s: seconds for which the copies of a silent peer still count.
+        away_after_s: the same for a peer that has announced its exit.
         copy_mib_per_s: pace of re-protection and of submitted shards, together. None: no limit, except for re-protection:
             256 while the node saves or loads, and 16 while its ranks fetch. Submitted shards have at least 8.
         scrub_mib_per_s, scrub_every_s: pace of the scrub, and pause between two passes.
         round_every_s: pause between two rounds of re-protection while there is nothing to do.
-        drain_s: how long it waits for open saves after it is told to stop; at most 120 s.
+        drain_s: seconds for which the agent waits for open saves after it is told to stop; at most 120.
         upload_mib_per_s: pace of uploads to the object store.
         upload_part_mib: size of the parts of an upload to S3. An agent holds eight parts in memory.
-        nice: niceness, 0 to 19, of its threads that write and receive shards of asynchronous saves. If the kernel schedules
-            by session (autogroup), of all its threads.
-        tls_cert, tls_key: PEM files, in place of the certificate that it makes if it listens beyond loopback.
+        nice: niceness, 0 to 19, of the agent's threads that write and receive shards of asynchronous saves. If the kernel
+            schedules by session (autogroup), of all its threads.
+        tls_cert, tls_key: PEM files of a certificate and its key. Without them, an agent that listens beyond loopback makes
+            a certificate.
         direct_io: mode of direct I/O for copies, see `check_direct_io`.
     """
 
@@ -352,11 +356,11 @@ class AgentConfig:
         if not least <= self.upload_part_mib <= most:
             name = _with_variable("upload_part_mib")
             raise ConfigInvalid(f"{name} must be {least} to {most}, not {self.upload_part_mib}.")
-        # Ranks wait for a stopping agent by this constant: a longer drain would fail their saves.
+        # Ranks wait DRAIN_S for an agent that stops, so a longer drain would fail their saves.
         if self.drain_s > DRAIN_S:
             problem = f"{_with_variable('drain_s')} must be at most {DRAIN_S:g}, not {self.drain_s:g}"
-            raise ConfigInvalid(f"{problem}: a rank that begins a save waits at most so long for the agent to exit.")
-        # With one of them the agent would quietly use a certificate of its own.
+            raise ConfigInvalid(f"{problem}: a rank that begins a save waits at most that long for the agent to exit.")
+        # With only one of them, the agent would quietly make a certificate of its own.
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid(f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) must be set together.")
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
@@ -364,5 +368,5 @@ class AgentConfig:
 
 
 def _with_variable(option: str) -> str:
-    """The name of an agent's option, with the variable that sets it for agents started by ranks."""
+    """The name of an agent's option, and the variable that sets it for agents that ranks start."""
     return f"{option} (or {AGENT_ENV_PREFIX}{option.upper()})"

@@ -20,7 +20,7 @@ TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
 
 
 def default_root() -> str | None:
-    """The store that REPLICATED_CKPT_ROOT names, for commands without `--root`. None: it names none."""
+    """The store that REPLICATED_CKPT_ROOT names, for commands without `--root`. None: it is not set, or empty."""
     return os.environ.get(ROOT_ENV) or None
 
 
@@ -49,7 +49,11 @@ def check_switches() -> None:
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raises ConfigInvalid: this process's file-system encoding cannot represent the name."""
+    """Checks that `text` can be a file name in this process. `name`: the name of `text` in the error.
+
+    Raises:
+        ConfigInvalid: the file-system encoding of this process cannot represent `text`.
+    """
     try:
         os.fsencode(text)
     except UnicodeEncodeError as exc:

@@ -1,4 +1,4 @@
-"""One exception tree. The message states what happened and to what; `hint` is the operator's next step."""
+"""The exceptions of this package, in one tree. The message states what happened and to what; `hint` is the next step."""
 
 import builtins
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class ManifestVersionUnknown(ManifestInvalid):
 class CheckpointNotFound(ReplicatedCkptError):
     """No reachable store holds a committed checkpoint of this id (or any at all, for "latest").
 
-    `unreached`: nodes of this load, and the bucket, that did not answer and so may hold it.
+    `unreached`: nodes of this load that did not answer, or the bucket. They may hold it.
     """
 
     default_hint = (
@@ -193,8 +193,8 @@ class ShardLost(ReplicatedCkptError):
 class OptimizerDropped(ReplicatedCkptError):
     """A load asks for the optimizer of a checkpoint that keeps its weights alone; no tensor was changed.
 
-    `dropped`: the prefixes of the names of the entries that were dropped. `newest_full`: the newest checkpoint of the
-    run with all its entries, as far as the load has seen one; else "".
+    `dropped`: the prefixes of the names of the dropped entries. `newest_full`: the newest full checkpoint of the run that
+    the load has seen, or "".
     """
 
     def __init__(self, checkpoint_id: str, dropped: Sequence[str], newest_full: str = "") -> None:
@@ -218,7 +218,7 @@ class SaveAborted(ReplicatedCkptError):
 
 
 class SaveSuperseded(SaveAborted):
-    """A newer save, or one of another run, has the checkpoint's name on this node. Both saves are kept."""
+    """A newer save, of this run or another, has the checkpoint's name on this node. Both are kept until it is complete."""
 
     default_hint = (
         "Load the checkpoint to get the newer save. This save's files are deleted once the newer one is complete."
@@ -305,9 +305,10 @@ class ObjectUnsafe(ReplicatedCkptError):
         problem = why or f"it names {', '.join(paths)}, which is not allowed"
         allowing = "".join(f"import {module}; " for module in sorted({module for module, _ in names} - {"builtins"}))
         allowing += f"torch.serialization.add_safe_globals([{', '.join(map(_as_safe_global, paths))}])"
-        is_code = all(part.isidentifier() for path in paths for part in path.split("."))  # and no more than names
+        # A checkpoint chooses these names: a hint to paste must not contain other code.
+        are_names = all(part.isidentifier() for path in paths for part in path.split("."))
         how = f"If the names are harmless, allow them before the load: `{allowing}`. {self.default_hint}"
-        hint = how if names and is_code else None
+        hint = how if names and are_names else None
         super().__init__(f"The object {fqn!r} in {where} is not loaded: {problem}.", hint)
         self.fqn = fqn
         self.where = where
@@ -317,9 +318,9 @@ class ObjectUnsafe(ReplicatedCkptError):
 
 
 def _as_safe_global(path: str) -> str:
-    """The argument for torch: a class or function alone; another object, such as Ellipsis, as a pair with its name."""
-    knows_its_name = hasattr(vars(builtins).get(path, type), "__qualname__")
-    return path if knows_its_name else f"({path}, 'builtins.{path}')"
+    """How `add_safe_globals` takes the object: a class or function as it is, others, such as Ellipsis, with their name."""
+    has_name = hasattr(vars(builtins).get(path, type), "__qualname__")
+    return path if has_name else f"({path}, 'builtins.{path}')"
 
 
 class PeerProtocolError(ReplicatedCkptError):
@@ -340,7 +341,7 @@ class StoreError(ReplicatedCkptError):
     default_hint = "Check the named store. Loads use other copies."
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
-        why = detail.rstrip(":. ") or type(self).__name__  # else a traceback, which names the class, would say it twice
+        why = detail.rstrip(":. ") or type(self).__name__  # not both: a traceback names the class anyway
         place = store if key in ("", store) else f"{key!r} at {store}"
         super().__init__(f"{op} {place}: {why}.", hint)
         self.args = (store, op, key, detail, hint)

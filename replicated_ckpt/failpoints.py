@@ -25,7 +25,7 @@ POINTS: Mapping[str, str] = {
     "coordinator.opened": "step 2: every agent has opened the save, no rank has the placement",
     "coordinator.placed": "step 2: the placement is on the blackboard",
     "rank.writing": "step 3: a rank has written its first item",
-    "rank.handing-over": "step 3: a rank of an asynchronous save has its shard's layout, its agent does not",
+    "rank.handing-over": "step 3: a rank of an asynchronous save has laid its shard out, and not sent it to its agent",
     "agent.submitted": "step 3: an agent has a rank's shard in shared memory, and has written nothing of it",
     "agent.writing": "step 3: an agent has read the first bytes of a shard that was submitted",
     "rank.submitted": "step 3: the rank's agent has accepted its shard, no other node has a part of it",
@@ -40,14 +40,14 @@ POINTS: Mapping[str, str] = {
     "coordinator.accounted": "step 4: every shard has a receipt",
     "coordinator.metadata-staged": "step 5: the coordinator's node has .metadata, and no decision",
     "coordinator.submitted": "step 5: the coordinator's agent has the outline of the manifest, and needs no rank any more",
-    "agent.finishing": "step 5: that agent begins to finish the save, and has not asked any node for its shards",
+    "agent.finishing": "step 5: the coordinator's agent begins to finish the save, and has asked no node for its shards",
     "agent.decided": "step 5: the coordinator's agent has made the decision durable, and published nothing",
     "agent.finished": "step 6: the coordinator's agent has published the save, no other node has the decision",
     "coordinator.decided": "step 5: the decision is durable on the coordinator's node, no other node has it",
     "agent.decision-staged": "step 6: an agent has the decision, and no order to commit",
     "commit.checked": "step 6: the decision is verified, and nothing has changed in the staging directory",
     "commit.described": "step 6: manifest and metadata lie in the checkpoint's directory under second names",
-    "commit.prepared": "step 6: all files of the save lie there durably, and the replaced version has a second name",
+    "commit.prepared": "step 6: all its files lie in that directory durably, and the replaced version has a second name",
     "commit.named": "step 6: the manifest has its name; stock torch still reads the replaced version",
     "commit.durable": "step 6: the save is published durably; the replaced version and the intent remain",
     "commit.done": "step 6: only the answer is missing",
@@ -84,7 +84,7 @@ def reach(name: str) -> None:
 
 @contextlib.contextmanager
 def arm(name: str, action: Action) -> Iterator[None]:
-    """Arms a failpoint of this process for a block. Not for concurrent use with the same name."""
+    """Arms a failpoint of this process for the block. Two threads must not arm the same name at once."""
     _check(name)
     _armed[name] = action
     try:
@@ -115,7 +115,7 @@ def _action(text: str) -> Action:
     kind, _, seconds = kind.partition(":")
     actions: Mapping[str, Action] = {
         "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-        # To this thread: a signal to the process stops it only after some other thread has run on for a while.
+        # Sent to this thread: with a signal to the process, this thread may run on until another one has stopped it.
         "stop": lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
         "raise": _raise,
         "sleep": lambda _: time.sleep(float(seconds)),

@@ -30,14 +30,14 @@ def describe_bytes(count: float) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Text with foreign names, on one line: control characters and line breaks become escapes."""
+    """The text on one line: control characters and line breaks, as in names from elsewhere, become escapes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Rows as aligned lines: columns whose numbers are in `left` to the left, the others to the right."""
+    """The rows as lines of a table. Columns whose index is in `left` are aligned to the left, the others to the right."""
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
@@ -46,8 +46,10 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
 
 
 def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], root: str = "ROOT") -> str:
-    """The hint if another run's save has this checkpoint's name on other nodes. `root`: the root on that node, quoted for
-    a shell."""
+    """The hint if another run's save has this checkpoint's name on `nodes`.
+
+    `root`: the root on those nodes, quoted for a shell.
+    """
     where = f"node {' and node '.join(nodes)}" if nodes else "each node that has it"
     return (
         f"to keep both, rename its directory on {where}; to remove it, run there `replicated-ckpt rm "
@@ -56,15 +58,15 @@ def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], r
 
 
 def one_line(text: object, chars_max: int = 2000) -> str:
-    """A foreign text for a log or an error: bounded, and without line breaks that could fake a log line."""
+    """A text from another process for a log or an error. It is cut, and has no line breaks that could fake a log line."""
     # Cut twice: escapes make the text longer, and a huge text must not be escaped as a whole.
     return escape_controls(str(text)[:chars_max])[:chars_max]
 
 
 NOT_REACHED = ": not reached"
-"""After the name of a place that did not answer."""
+"""Follows the name of a searched place that did not answer."""
 MOVED = "another job has replaced or removed it there since"
-"""For a place that had the checkpoint when the load began."""
+"""The reason at a place that had the checkpoint when the load began."""
 OBJECT_STORE = "the object store"
 _SHORTAGES = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 
@@ -80,7 +82,7 @@ def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
         return "Load again: the next load finds the replacement."
     absent = [place.partition(NOT_REACHED)[0] for place in searched if NOT_REACHED in place]
     step = "No searched store has it: bring back a node that is not named above, if one held a copy"
-    # First: out of descriptors every place fails, whatever lies there.
+    # Before the other reasons: a process without descriptors can read no place, whatever the place holds.
     if any(map(is_shortage, searched)):
         step = "A file could not be read for lack of file descriptors or similar: raise `ulimit -n`, and load again"
     elif any("PermissionError" in place for place in searched):

@@ -1,1 +1,1 @@
-"""The node's process: receives copies, commits, serves byte ranges. Torch may not enter."""
+"""The node's process: receives copies, commits saves, and serves byte ranges. It does not import torch."""

@@ -1,4 +1,4 @@
-"""`python -m replicated_ckpt.agent`: the agent as a process of its own. Ranks start it in this way."""
+"""`python -m replicated_ckpt.agent`: the agent as a process of its own. Ranks start it through `isolated.py`."""
 
 import argparse
 import sys

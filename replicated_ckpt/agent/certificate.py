@@ -1,4 +1,4 @@
-"""The certificate of an agent: from the operator's files, which may be renewed meanwhile, or made at the first start."""
+"""The certificate of an agent. The operator provides it in files, and may renew it, or the agent makes one at its start."""
 
 import datetime as dt
 import logging
@@ -24,14 +24,15 @@ log = logging.getLogger(__name__)
 
 CERTIFICATE_NAME = "tls.pem"
 _NAME = "replicated_ckpt agent"
-_DAYS = 36500  # it is known by its fingerprint and never expires; this is as good as any number
+_DAYS = 36500  # any large number: peers compare the fingerprint and ignore the date
 _EARLIER_MAX = 4  # a bound: a file that is renewed every minute must not collect contexts for years
 
 
 class ShownCertificate:
-    """The certificate in the agent's files, and a few earlier certificates, for clients that still expect one of these.
+    """The certificate in the agent's files, and a few earlier ones, which the agent still shows to clients that pin them.
 
-    A renewal interrupts neither a save in progress nor a peer that still pins an earlier one. One thread calls `take_up`.
+    So a renewal interrupts neither a save in progress nor a peer that has only the earlier fingerprint. One thread calls
+    `take_up`.
     """
 
     def __init__(self, certificate: str, key: str) -> None:
@@ -45,13 +46,14 @@ class ShownCertificate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The certificates that it shows, each by its `pin_name`, the current one last."""
+        """The `pin_name` of each certificate that the agent shows, the current one last."""
         return (*self._context_by_name, pin_name(self.sha256))
 
     def take_up(self) -> None:
         """Loads the certificate again if its files have changed, and shows it from now on.
 
-        Certificate and key may not match, as while they are being written. Then the previous pair stays until they change.
+        If certificate and key do not match, for example while they are being written, the previous pair stays until the
+        files change again.
         """
         seen = self._look()
         if seen == self._seen:
@@ -69,16 +71,16 @@ class ShownCertificate:
             return
         # Key and certificate are two files: a renewal in between would pair an old key with a new certificate.
         if self._look() != seen:
-            self._seen = None  # they changed meanwhile: the next look tells
+            self._seen = None  # the files changed meanwhile: the next call loads them
         elif sha256 != self.sha256:
             log.info("the certificate was renewed: %s... after %s...", sha256[:16], self.sha256[:16])
             self._current, self.sha256 = context, sha256
-            # Peers that have not heard of the renewal still ask for an earlier certificate by its name (SNI).
+            # Peers that do not have the new fingerprint yet ask for an earlier certificate by its name (SNI).
             kept = list(self._context_by_name.items())[-_EARLIER_MAX:]
             self._context_by_name = {**dict(kept), pin_name(sha256): context}
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        """Called in a handshake. `name`: the certificate that our client expects; other clients send any name or none."""
+        """Called in a handshake. `name`: the certificate that a client of this package expects; others send any or none."""
         connection.context = self._context_by_name.get(name or "", self._current)
 
     def _look(self) -> tuple[tuple[int, int, int], ...] | None:
@@ -91,7 +93,7 @@ class ShownCertificate:
 
 
 def open_certificate(config: AgentConfig, directory: Path) -> ShownCertificate | None:
-    """The certificate of `certificate_of`, ready to be shown; None: the agent speaks plain HTTP."""
+    """The certificate of the files that `certificate_of` returns. None: the agent uses plain HTTP."""
     files = certificate_of(config, directory)
     return None if files is None else ShownCertificate(*files)
 
@@ -99,11 +101,11 @@ def open_certificate(config: AgentConfig, directory: Path) -> ShownCertificate |
 def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | None:
     """The files of certificate and private key of an agent; None: it uses plain HTTP.
 
-    An agent that listens on loopback alone uses plain HTTP, unless an earlier start made a certificate, which peers
-    then expect.
+    An agent that listens on loopback alone uses plain HTTP, unless an earlier start made a certificate. Peers expect that
+    certificate.
 
     Raises:
-        ConfigInvalid: no certificate can be made, or the stored one is damaged. StoreError
+        ConfigInvalid: no certificate can be made, or the stored one is damaged. StoreError: of the node's own disk.
     """
     if config.tls_cert:
         return config.tls_cert, config.tls_key
@@ -116,7 +118,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
     if is_loopback(config.host):
         return None
     if not can_encrypt():
-        log.warning("traffic to other nodes is not encrypted, as the package `cryptography` is missing. %s", PLAIN_HINT)
+        log.warning("traffic to other nodes is not encrypted: the package `cryptography` is missing. %s", PLAIN_HINT)
         return None
     with translate_errors(str(directory), "write", CERTIFICATE_NAME):
         write_file(path, _make(), mode=0o600)  # it holds the private key
@@ -134,7 +136,7 @@ def _read_kept(path: Path) -> tuple[str, str]:
 
 
 def _make() -> bytes:
-    """A new private key and a certificate that it signed itself, as PEM."""
+    """A new private key and its self-signed certificate, as PEM."""
     try:
         # An optional package: an agent on loopback or in a trusted network works without it.
         from cryptography import x509

@@ -45,27 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"port to listen on, or a range such as 29600-29631 (default: {PORT_ENV}, else its last port, else any "
         "free one)",
     )
-    add("--idle-exit-s", type=float, metavar="N", help="exit after this time without clients or work (default: never)")
+    add("--idle-exit-s", type=float, metavar="N", help="exit after N seconds without clients or work (default: never)")
     number = partial(_add_number, parser)
-    number("--lost-after-s", "treat a silent peer's copies as lost after this time (default: %(default)s)")
+    number("--lost-after-s", "treat a silent peer's copies as lost after N seconds (default: %(default)s)")
     number(
         "--away-after-s",
-        "treat the copies of a peer that announced its exit as lost after this time (default: %(default)s)",
+        "treat the copies of a peer that announced its exit as lost after N seconds (default: %(default)s)",
     )
     number(
         "--copy-mib-per-s",
-        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 "
-        "(default: no limit, but for re-protection 256 while the node saves or loads, and 16 while its ranks fetch)",
+        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 (default: "
+        "no limit; re-protection gets 256 while the node saves or loads, and 16 while its ranks fetch)",
     )
-    number("--scrub-mib-per-s", "rate of the scrub, which re-reads the store (default: %(default)s)")
+    number("--scrub-mib-per-s", "rate of the scrub, which reads the store to find damage (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
     number("--upload-part-mib", "size of the parts of an upload to S3, 5 to 512 (default: %(default)s)", int)
-    number("--scrub-every-s", "pause between two scrubs (default: %(default)s)")
-    number("--round-every-s", "pause between two rounds of re-protection (default: %(default)s)")
-    number("--drain-s", "after SIGTERM, complete open saves for at most this time (default and maximum: %(default)s)")
-    number("--nice", "niceness while training runs, 0 to 19 (default: %(default)s)", int)
+    number("--scrub-every-s", "seconds between two scrubs (default: %(default)s)")
+    number("--round-every-s", "seconds between two rounds of re-protection (default: %(default)s)")
+    number("--drain-s", "after SIGTERM, complete open saves for at most N seconds (default and maximum: %(default)s)")
+    number("--nice", "niceness of the threads that write and receive shards, 0 to 19 (default: %(default)s)", int)
     certificate = os.environ.get(TLS_CERT_ENV, "")
-    add("--tls-cert", default=certificate, metavar="FILE", help="certificate of the agent (PEM; default: it makes one)")
+    help_ = "certificate of the agent (PEM; default: the agent makes one)"
+    add("--tls-cert", default=certificate, metavar="FILE", help=help_)
     add(
         "--tls-key",
         default=os.environ.get(TLS_KEY_ENV, ""),
@@ -83,8 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
 
-def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: type[float | int] = float) -> None:
-    """Adds a number. Its default is the environment variable, which agents started by ranks inherit, else AgentConfig's."""
+def _add_number(parser: argparse.ArgumentParser, option: str, help_: str, kind: type[float | int] = float) -> None:
+    """Adds an option that takes a number. Its default comes from the environment variable, else from AgentConfig.
+
+    Agents that ranks start inherit the variable.
+    """
     name = option.removeprefix("--").replace("-", "_")
     variable = f"{AGENT_ENV_PREFIX}{name.upper()}"
 
@@ -92,11 +96,11 @@ def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: t
         try:
             return kind(text)
         except ValueError:
-            article = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"this, or {variable}, must be {article}, not {text!r}") from None
+            wanted = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"(or {variable}) must be {wanted}, not {text!r}") from None
 
     default = os.environ.get(variable, getattr(AgentConfig, name))
-    parser.add_argument(option, type=parse, metavar="N", default=default, help=said)
+    parser.add_argument(option, type=parse, metavar="N", default=default, help=help_)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
     python -I .../replicated_ckpt/agent/isolated.py FOLDER ... -- ARGUMENT ...
 
-The folders, where the rank found this package's dependencies, are searched last. The user's own paths are not searched.
+In each FOLDER the rank found dependencies of this package. Python searches them last, and does not search the user's paths.
 """
 
 import sys
@@ -22,7 +22,7 @@ def main() -> int:
     assert spec is not None
     assert spec.loader is not None
     package = module_from_spec(spec)
-    sys.modules[_PACKAGE.name] = package  # exactly this package, whatever is installed under its name
+    sys.modules[_PACKAGE.name] = package  # the agent runs this package, even if another one of its name is installed
     spec.loader.exec_module(package)
     from replicated_ckpt.agent.__main__ import main as agent_main
 

@@ -17,7 +17,7 @@ from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
     client_lock,
-    has_one_to_stay,
+    has_permanent_agent,
     is_free,
     listening_endpoint,
     read_endpoint,
@@ -102,21 +102,23 @@ def lock_hint(directory: Path, lock_name: str) -> str:
 
 
 def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> bool:
-    """Whether this process replaces the agent, see `ensure_agent`.
+    """Whether this process replaces the agent, as `ensure_agent` describes.
 
-    An older agent that was started to stay, for example by systemd, is not replaced: systemd would start it again.
+    An older agent that does not exit when idle, for example one of systemd, is not replaced: systemd would start it again.
     """
-    must_hear = bind_host or "localhost"
-    is_deaf = is_loopback(endpoint.host) and must_hear not in (endpoint.host, "localhost")
-    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(must_hear))
-    return is_deaf or is_plain or (_is_older(endpoint) and not has_one_to_stay(directory))
+    wanted_host = bind_host or "localhost"
+    is_unreachable = is_loopback(endpoint.host) and wanted_host not in (endpoint.host, "localhost")
+    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(wanted_host))
+    return is_unreachable or is_plain or (_is_older(endpoint) and not has_permanent_agent(directory))
 
 
 def check_running(directory: Path, endpoint: Endpoint) -> None:
-    """Raises ConfigInvalid: this process cannot use the agent, which has a newer protocol, or an older one and was
-    started to stay.
+    """Checks that this process can use the agent.
+
+    Raises:
+        ConfigInvalid: the agent has a newer protocol. Or it has an older one, and this process may not replace it.
     """
-    if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
+    if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_permanent_agent(directory)):
         raise ConfigInvalid(
             f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
             f"(protocol {endpoint.protocol}), but this rank runs {__version__} (protocol {PROTOCOL}).",
@@ -129,7 +131,7 @@ def _is_older(endpoint: Endpoint) -> bool:
     try:
         is_before = [int(part) for part in endpoint.version.split(".")] < [int(part) for part in __version__.split(".")]
     except ValueError:
-        is_before = False  # a development version: it is not replaced for its name
+        is_before = False  # a development version, whose name has no order
     return endpoint.protocol < PROTOCOL or is_before
 
 
@@ -138,9 +140,9 @@ _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _NAMES = {
     "PATH", "HOME", "TMPDIR", "LANG", "TZ",
     "LD_LIBRARY_PATH",  # without it the rank's own Python may not start
-    # The way to an object store. Its credentials come with its name, from the rank that names it;
+    # The network path to an object store. The rank that names the store sends the agent its credentials.
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", *_PROXIES, *(name.lower() for name in _PROXIES),
-    # or lie in files, or come with the role of a pod, which no option of a client names.
+    # Credentials in files, or of a pod's role: no option of a client carries them.
     "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED",
     "AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
@@ -149,12 +151,12 @@ _DEPENDENCIES = ("fastcrc", "cryptography", "fsspec", "s3fs")
 
 
 def agent_environment() -> dict[str, str]:
-    """The variables of this process that its agent gets."""
+    """The variables of this process that an agent inherits if this process starts it."""
     return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
 
 
 def isolated_python() -> list[str]:
-    """The command that runs the agent of exactly this package in this Python. The agent's own arguments follow."""
+    """The command that runs the agent of this very package in this Python. The agent's own arguments follow."""
     package = Path(__file__).resolve().parents[1]
     homes = [str(package.parent), *filter(None, map(_find_home, _DEPENDENCIES))]
     options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]  # names of files are encoded as in this process
@@ -169,7 +171,7 @@ def _find_home(module: str) -> str | None:
 
 START_TIMEOUT_S = 20.0
 STOPPED_TIMEOUT_S = 5.0
-"""The limit for an agent whose process is stopped while it starts."""
+"""The limit for the start of an agent whose process is stopped (SIGSTOP)."""
 SILENT_TIMEOUT_S = 1.0
 """The time-out for an agent that did not answer this process the last time."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
@@ -181,22 +183,22 @@ _silent_by_directory: dict[Path, int] = {}
 
 
 def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening: bool = False) -> Endpoint:
-    """This node's running agent, started if there was none; it stays at least as long as this process.
+    """This node's running agent, started if there was none. The agent does not exit as idle while this process runs.
 
-    `is_opening`: a save opens now. If the agent is told to stop meanwhile, it stays for that save.
+    `is_opening`: a save opens now. An agent that is told to stop meanwhile first completes that save.
 
     `bind_host`: where a new agent listens. None: where the nodes that it has met reach it; a running agent may listen
     anywhere. A running agent is replaced in these cases:
     - It listens on loopback alone, and other hosts must reach it.
     - It uses plain HTTP, and a certificate is set or other hosts must be reached by TLS.
-    - It is older than this release, and was not started to stay.
+    - It is older than this release, and exits when idle.
 
-    It first finishes its requests, and the new agent has the same address. Safe to call from several processes and threads
-    at once: one of them starts the agent.
+    The replaced agent first finishes its requests. The new agent has the same address. Safe to call from several processes
+    and threads at once: one of them starts the agent.
 
     Raises:
-        AgentUnavailable: it could not be started, or it runs and does not answer. ConfigInvalid: its release has another
-            protocol.
+        AgentUnavailable: the agent could not be started, or it runs and does not answer. ConfigInvalid: its release has
+            another protocol.
     """
     directory = store.agent_directory()
     # Before the agent is asked: an idle one leaves only while no process holds this lock.
@@ -215,7 +217,7 @@ def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening:
             with translate_errors(str(store.root), "start", "agent"):
                 return _start(store, directory, bind_host, is_opening=is_opening)
         except AgentUnavailable as exc:
-            with contextlib.suppress(OSError):  # on a full disk each process that waits meets it by itself
+            with contextlib.suppress(OSError):  # on a full disk, each process that waits makes its own attempt
                 lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message, "hint": exc.hint}))
             raise
 
@@ -255,7 +257,7 @@ def is_only_read(store: LocalStore) -> bool:
 
 def _stay_client(root: Path, directory: Path) -> None:
     held = _client_lock_by_root.get(root)
-    if held is not None and held.is_locked:  # a fork's is not
+    if held is not None and held.is_locked:  # a forked process does not hold its parent's lock
         return
     lock = client_lock(directory, START_TIMEOUT_S)
     if lock is None:
@@ -291,25 +293,25 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
     """Whether the agent runs and answers.
 
     Raises:
-        AgentUnavailable: it runs and does not answer. The next question of this process to it waits less.
+        AgentUnavailable: it runs and does not answer. This process's next request to it has a shorter time-out.
     """
     timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S
     try:
         with AgentClient(endpoint.local_address(), timeout_s) as client:
             told = client.call("GET", f"/v1/status?brief=1{'&opening=1' if is_opening else ''}")
     except StoreUnavailable as exc:
-        # A refused connection means that it has ended; only silence may be a process that is stopped.
+        # A refused connection means that the agent has ended. A time-out may come from a stopped process.
         if not isinstance(exc.__cause__, TimeoutError):
             return False
         _silent_by_directory[directory] = endpoint.pid
-        if is_free(directory):  # it has died, and another program that does not answer has its port
+        if is_free(directory):  # the agent has died, and another program, which does not answer, has its port
             return False
         raise _silence_error(directory, endpoint) from exc
     except ReplicatedCkptError:
         return False
     _silent_by_directory.pop(directory, None)
     note_leaving(directory, endpoint, is_leaving=told.get("is_leaving") is True)
-    return told.get("pid") == endpoint.pid  # else the next agent, whose endpoint is not written yet
+    return told.get("pid") == endpoint.pid  # else a new agent answers, which has not written its endpoint yet
 
 
 def _silence_error(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
@@ -324,7 +326,7 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
     """The agent if it runs, answers, and listens where it must: anywhere if `bind_host` is None.
 
     Raises:
-        AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a release that this one cannot talk to.
+        AgentUnavailable: it runs and does not answer. ConfigInvalid: its release has another protocol.
     """
     endpoint = listening_endpoint(directory)
     if endpoint is None:
@@ -373,14 +375,14 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         try:
             endpoint = _answering(directory, bind_host, is_opening=is_opening)
         except AgentUnavailable:
-            if process.poll() is not None:  # another one
+            if process.poll() is not None:  # another agent has the root, and does not answer
                 raise
             continue
         if endpoint is not None:
             return endpoint
         if process.poll() is not None:
             is_root_free = is_free(directory)  # read once: an agent that has just died may release it between two looks
-            if is_root_free and process.returncode == ALREADY_SERVED:  # by one that has died since
+            if is_root_free and process.returncode == ALREADY_SERVED:  # the agent that served it has died since
                 process, log_begins = _spawn(directory, arguments)
             elif is_root_free:
                 raise _unavailable(directory, f"it ended with exit code {process.returncode}", log_begins)
@@ -393,7 +395,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
             f"{_quote_log(directory, log_begins)}.",
             lock_hint(directory, LOCK_NAME),
         )
-    # A start that was reported as failed must not come up later, next to another one.
+    # The start is reported as failed: this agent must not begin to serve later, next to another one.
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s", log_begins)

@@ -1,4 +1,4 @@
-"""The life of an agent, of which each root has one: from the lock to the end of its last client."""
+"""The life of an agent, from the lock of its root to its exit. Each root has at most one agent."""
 
 import contextlib
 import logging
@@ -27,20 +27,19 @@ from replicated_ckpt.agent.state.endpoint import (
     Endpoint,
     Identity,
     has_clients,
-    has_one_to_stay,
+    has_permanent_agent,
     keep_identity,
     next_identity,
+    permanent_lock,
     read_endpoint,
     remove_endpoint,
     root_lock,
     served_already,
     shut_out_clients,
-    staying_lock,
     write_endpoint,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
-from replicated_ckpt.agent.state.owner_key import read_owner_key
-from replicated_ckpt.agent.state.rights import Tokens
+from replicated_ckpt.agent.state.rights import Tokens, read_owner_key
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
@@ -69,29 +68,29 @@ from replicated_ckpt.version import __version__
 log = logging.getLogger(__name__)
 
 
-def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
-    """From now on, each of these signals runs `call(number)`, one after the other, in a thread of its own.
+def call_on_signals(numbers: Sequence[int], call: Callable[[int], None]) -> None:
+    """From now on, each of these signals runs `call(number)` in one thread, one signal after the other.
 
     So `call` may take any lock. A signal handler could wait for ever for a lock that the main thread holds, such as the
     lock in an `Event`. Call this once in a process, from its main thread.
 
     Raises:
-        StoreUnavailable: no thread can be started. Signals keep their earlier meaning.
+        StoreUnavailable: no thread can be started. The signals keep their earlier handlers.
     """
-    heard, said = socket.socketpair()
-    # The thread first: if the system gives none, no handler has been replaced yet.
-    start_worker(_listen, heard, call, name="rckpt-signals")
+    receiver, sender = socket.socketpair()
+    # The thread first: if it cannot be started, no handler has been replaced yet.
+    start_worker(_call_on_each, receiver, call, name="rckpt-signals")
     # The interpreter writes to it inside its C signal handler, which must never wait.
-    said.setblocking(False)
-    signal.set_wakeup_fd(said.detach(), warn_on_full_buffer=False)
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
     for number in numbers:
-        signal.signal(number, lambda *_: None)  # else the interpreter writes nothing to the wakeup descriptor
-    # A rank that blocks them passes that on to the agent that it starts.
+        signal.signal(number, lambda *_: None)  # without a handler the interpreter writes nothing to the descriptor
+    # An agent inherits the signals that the rank which starts it has blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
-def _listen(heard: socket.socket, call: Callable[[int], None]) -> None:
-    while number := heard.recv(1):
+def _call_on_each(receiver: socket.socket, call: Callable[[int], None]) -> None:
+    while number := receiver.recv(1):
         call(number[0])
 
 
@@ -109,13 +108,13 @@ class Agent:
         self._activity = Activity()
         self._started_at, self._start_id = time.monotonic(), uuid.uuid4().hex
         self._hello: threading.Thread | None = None
-        self._staying: FileLock | None = None
+        self._permanent_lock: FileLock | None = None
 
     def run(self) -> None:
         """Serves until it is told to stop or is idle for too long. Called once, from the main thread.
 
         Raises:
-            AgentUnavailable: another agent serves this root and stays, or the port is taken.
+            AgentUnavailable: another agent serves this root and does not exit for this one, or the port is taken.
         """
         store = LocalStore(self.config.root)
         directory = store.agent_directory()
@@ -127,22 +126,22 @@ class Agent:
         # On a full disk the small files that follow could not be written, and no command could then free room.
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
-        # Before the first request: no peer may hear "staged" of a save that was decided here before a crash.
+        # Before the first request: a save that was decided here before a crash must not be reported as staged.
         completed = self._service.recover()
         finish_removals(store)
         self._start_background_work()
-        # The port and tokens of the last start: peers that were away still find and know this node.
+        # The port and tokens of the last start, so that peers that were away still find this node.
         identity = next_identity(directory, self._service.node_id)
         self._certificate = open_certificate(self.config, directory)
         server = self._open_server(identity)
         self._endpoint = self._open_endpoint(server, identity)  # before the first request is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
-        hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
+        call_on_signals((signal.SIGTERM, signal.SIGINT), self._on_signal)
         thread = start_worker(server.serve_forever, 0.2, name="rckpt-accept")
         unix_socket = open_unix_socket(directory, self._service, self._service.figures.add_report)
         try:
             with translate_errors(str(store.root), "start", "agent"):
-                # Durable before a peer hears it: an agent that starts after a crash must count one start more.
+                # Durable before a peer gets it: an agent that starts after a crash must count one more start.
                 keep_identity(directory, replace(identity, port=self._endpoint.port))
                 self._hello = self._greeter.start()
                 write_endpoint(directory, self._endpoint)
@@ -159,34 +158,34 @@ class Agent:
             self._stopping.set()
             if unix_socket is not None:
                 unix_socket.close()
-            # Else another root lies at this path by now, and the endpoint file in it is another agent's.
+            # Otherwise another root lies at this path by now, and its endpoint file is another agent's.
             if lock.is_in_place():
                 remove_endpoint(directory)
             server.shutdown()
             server.server_close()
             thread.join()
-            # After the server is closed: the agent that waits for this lock binds the same port.
+            # Released after the server is closed, because the agent that waits for this lock binds the same port.
             lock.release()
-            if self._staying is not None:
-                self._staying.release()
+            if self._permanent_lock is not None:
+                self._permanent_lock.release()
             log.info("stopped serving %s", self.config.root)
 
     def _take_root(self, directory: Path) -> FileLock:
-        """Takes the lock of the root. Without `idle_exit_s` it first waits until an agent of ranks has left."""
+        """Takes the lock of the root. A permanent agent first waits until an agent that ranks started has exited."""
         lock = None
         if self.config.idle_exit_s is not None:
             lock = root_lock(directory)
-        elif (staying := staying_lock(directory)) is not None:
-            # Held before the wait: the agent that ranks started leaves once it sees this lock.
-            self._staying = staying
+        elif (permanent := permanent_lock(directory)) is not None:
+            # Held before the wait: the agent that ranks started exits once it sees this lock.
+            self._permanent_lock = permanent
             self._log_wait(directory)
-            lock = root_lock(directory, LEAVE_WITHIN_S)  # that of ranks ends once it has finished the open saves
+            lock = root_lock(directory, LEAVE_WITHIN_S)  # the agent of the ranks first completes its open saves
         if lock is None:
             raise served_already(self.config.root, directory)
         return lock
 
     def _log_wait(self, directory: Path) -> None:
-        """Logs what this agent waits for: from outside it looks as if it hung."""
+        """Logs which agent this one waits for. Without the line, it would seem to hang."""
         pid = holder_of(directory / LOCK_NAME)
         if pid is not None:
             state = f"; it is stopped: `kill -CONT {pid}`" if is_stopped(pid) else ""
@@ -200,7 +199,7 @@ class Agent:
             )
 
     def _start_background_work(self) -> None:
-        """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
+        """Makes the threads of re-protection, uploads and scrub, which `run` starts once the agent can be reached."""
         config = self.config
         is_fetching = partial(is_any_cache_locked, self._service.store.agent_directory())
         copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use, is_fetching)
@@ -230,20 +229,20 @@ class Agent:
         )
 
     def _leave(self, server: AgentServer) -> None:
-        """Finishes the open saves, announces its exit to the peers, and then refuses new connections.
+        """Finishes the open saves, announces the exit to the peers, and then refuses new connections.
 
-        Until the goodbye is sent the agent answers: peers bring copies, and call back to check that it leaves.
+        The agent answers until the goodbye is sent: peers bring copies, and call back to check that it exits.
         """
-        # An agent that leaves because it is idle has no open save to wait for.
-        is_told = self._stopping.is_set()
+        # An agent that exits because it is idle has no open save to wait for.
+        is_told_to_stop = self._stopping.is_set()
         self._stopping.set()
-        if is_told:
+        if is_told_to_stop:
             self._drain()
         self._greeter.say_goodbye()
         server.shutdown()
-        server.server_close()  # else a client that connects now, a peer that leaves too, waits for an answer in vain
+        server.server_close()  # otherwise a client that connects now would wait in vain for an answer
         deadline = time.monotonic() + _LEAVE_GRACE_S
-        # Not by `_activity`: its requests are over before their answers are sent, and the end would cut those off.
+        # `_activity` would not do: it ends a request before its answer is sent, and the exit would cut the answer off.
         while server.connections.has_requests() and time.monotonic() < deadline and not self._hurry.wait(_LEAVE_POLL_S):
             pass
         # Each join is bounded: a thread that hangs in a dead peer or disk ends with the process.
@@ -252,9 +251,7 @@ class Agent:
         self._uploader.join()
 
     def _drain(self) -> None:
-        """Waits for the open saves, and for a save that a rank of this node was about to open when the agent was asked
-        to stop.
-        """
+        """Waits for the open saves, and for a save that a rank of this node was about to open at the time of the stop."""
         directory, told_at = self._service.store.agent_directory(), time.monotonic()
         deadline = told_at + self.config.drain_s
         try:
@@ -262,7 +259,7 @@ class Agent:
                 if self._hurry.wait(_LEAVE_POLL_S):
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
-        except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
+        except (ReplicatedCkptError, OSError) as exc:  # the node's own disk fails; the next start settles the saves
             log.error("exits, and could not determine which saves are unfinished: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _open_server(self, identity: Identity) -> AgentServer:
@@ -275,7 +272,7 @@ class Agent:
         allowed = parse_ports(self.config.port)
         ports = list(allowed) or [0]
         if identity.port and (not allowed or identity.port in allowed):
-            ports.insert(0, identity.port)  # where its peers look for it
+            ports.insert(0, identity.port)  # the port that the peers have in their address books
         for port in ports:
             try:
                 return AgentServer((self.config.host, port), tokens, routes, tls)
@@ -301,48 +298,49 @@ class Agent:
         )
 
     def _wait(self, directory: Path, lock: FileLock) -> None:
-        """Returns once the agent is told to stop, or is idle for too long. An agent that cannot read its root stays.
+        """Returns once the agent is told to stop, or is idle for too long. An agent that cannot read its root goes on.
 
-        It may lack descriptors or memory for a moment. If its disk has failed, peers get an error at once, not a time-out.
+        It may lack descriptors or memory only for a moment. If its disk has failed, peers at least get an error at once
+        instead of a time-out.
         """
-        said = ""
+        logged = ""
         while not self._stopping.wait(_LOOK_INTERVAL_S):
             try:
                 if self._is_over(directory, lock):
                     return
-                said = ""
+                logged = ""
             except (ReplicatedCkptError, OSError, MemoryError) as exc:
                 why = str(exc) or repr(exc)
-                if why != said:
+                if why != logged:
                     log.warning("cannot check its root and its clients: %s", why)
-                said = why
+                logged = why
                 # A root that can never be read again must not keep an idle agent for ever.
                 idle_exit_s = self.config.idle_exit_s
                 if idle_exit_s is not None and not self._is_working() and self._activity.idle_s() > idle_exit_s:
                     return
 
     def _is_over(self, directory: Path, lock: FileLock) -> bool:
-        """Whether the root is gone, another agent takes over, or this one was idle for `idle_exit_s` seconds.
+        """Whether the root is gone, a permanent agent takes over, or this agent was idle for `idle_exit_s` seconds.
 
         Raises:
-            ReplicatedCkptError, OSError: it cannot be seen.
+            ReplicatedCkptError, OSError: the root or its locks cannot be read.
         """
-        # Serving on would write where no process looks, or into the root of another agent.
+        # The agent would otherwise write into a removed directory, or into the root of another agent.
         if not lock.is_in_place():
             log.warning("the root %s was removed or replaced by another one", self.config.root)
             return True
         self._keep_endpoint_shown(directory)
         if self.config.idle_exit_s is None:
             return False
-        # An operator's agent waits for this lock: it has the options that the ranks' agent lacks.
-        if has_one_to_stay(directory):
+        # A permanent agent, with the operator's options, waits for the lock of this one.
+        if has_permanent_agent(directory):
             log.info("a permanent agent serves %s from now on", self.config.root)
             self._stopping.set()
             return True
         if self._is_working() or has_clients(directory) or awaits_settling(self._service):
             self._activity.touch()
             return False
-        # New clients are locked out first: a rank must not take an agent for its own that has decided to leave.
+        # New clients are locked out first: a rank must not begin to use an agent that exits.
         is_idle = self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory)
         if is_idle:
             log.info("no client and no work for %.0f s: exits", self.config.idle_exit_s)
@@ -354,7 +352,8 @@ class Agent:
     def _keep_endpoint_shown(self, directory: Path) -> None:
         """Writes the endpoint file again if the certificate was renewed, or if the file was removed or changed.
 
-        Peers are greeted with a new certificate. On a full disk the old endpoint stays, and the next look tries again.
+        If the certificate is new, the agent greets its peers again. On a full disk the old file stays, and the next call
+        tries again.
         """
         shown = self._endpoint
         if self._certificate is not None:
@@ -377,7 +376,7 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
-        # The second signal: leave now, whatever saves are open.
+        # The second signal: exit at once, even if saves are open.
         (self._hurry if self._stopping.is_set() else self._stopping).set()
 
     def _on_seen(self, nodes: Collection[str]) -> None:
@@ -388,9 +387,9 @@ class Agent:
         return self._uploader.node_report()
 
     def status(self, *, is_brief: bool, is_opening: bool = False) -> Mapping[str, Any]:
-        """The answer to `GET /v1/status`. `is_brief`: the identity alone, for every rank at each save and load."""
+        """The answer to `GET /v1/status`. `is_brief`: the agent's identity alone. `is_opening`: see `StatusOf`."""
         if is_opening and not self._stopping.is_set():
-            self._activity.note_registered()  # before it is answered: what is told to stop now stays for that save
+            self._activity.note_registered()  # before the answer: an agent that is told to stop now waits for that save
         brief = {
             "node_id": self._endpoint.node_id,
             "version": __version__,
@@ -402,7 +401,7 @@ class Agent:
             "tls_sha256": self._endpoint.tls_sha256,
             "start_id": self._start_id,
         }
-        # Every rank asks at each save and load: nothing here may take longer the more the store holds.
+        # Every rank asks this at each save and load: its cost must not grow with the store.
         if is_brief:
             return brief
         staged = [intent.save_id for intent in self._service.store.list_staged()]

@@ -1,1 +1,1 @@
-"""The command line: one file per verb. `export`, `import` and the drill's ranks alone import torch, when they run."""
+"""The command line: one file per verb. Only `export`, `import` and the drill's ranks import torch, when they run."""

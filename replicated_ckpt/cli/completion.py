@@ -1,4 +1,4 @@
-"""`replicated-ckpt completion SHELL`: the lines with which a shell completes verbs and options, by argcomplete."""
+"""`replicated-ckpt completion SHELL`: the shell code that completes verbs and options. argcomplete makes it."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     if find_spec("argcomplete") is None:
         raise ConfigInvalid(
             "Completion needs the package argcomplete, which is not installed.",
-            "Run `pip install 'replicated-ckpt[completion]'`, where each shell's `replicated-ckpt` runs.",
+            "Run `pip install 'replicated-ckpt[completion]'` in the environment of `replicated-ckpt`.",
         )
     from argcomplete.shell_integration import shellcode
 
@@ -34,7 +34,7 @@ def is_completing() -> bool:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Writes the completions of the line that the shell has in the environment, and ends this process."""
+    """Writes completions for the command line that the shell put into the environment, and ends this process."""
     import argcomplete
 
     argcomplete.autocomplete(parser, always_complete_options="long")

@@ -64,11 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @stop_on_sigterm()
 def run(args: argparse.Namespace) -> int:
-    """Carry out the drill. The exit code is OK only if every scenario held.
+    """Runs the drill. The exit code is OK only if every scenario held.
 
-    Raises: ConfigInvalid for options that contradict each other, DrillError when the drill itself cannot go on,
-    StoreError when the object store that is named cannot be used, and KeyboardInterrupt on SIGINT and SIGTERM; no
-    process and, without --keep, no file is left in any case.
+    Afterwards, also after an error, no process is left, and without `--keep` no file.
+
+    Raises:
+        ConfigInvalid: options contradict each other. DrillError: the drill itself cannot go on. StoreError: the named
+            object store cannot be used. KeyboardInterrupt: SIGINT or SIGTERM.
     """
     started = time.monotonic()
 

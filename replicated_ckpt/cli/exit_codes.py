@@ -1,4 +1,4 @@
-"""Exit codes of `replicated-ckpt`, the same for every verb, and the end by SIGTERM."""
+"""Exit codes of `replicated-ckpt`, the same for every verb, and the handling of SIGTERM."""
 
 import signal
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
 
 MEANING = {
     ExitCode.OK: "success",
-    ExitCode.FAILED: "a check failed, or the command could not do all: see the output",
+    ExitCode.FAILED: "a check failed, or the command could not do everything: see the output",
     ExitCode.USAGE: "invalid arguments",
     ExitCode.NOT_FOUND: "checkpoint not found",
     ExitCode.SHARD_LOST: "a shard has no intact copy",
@@ -43,10 +43,10 @@ MEANING = {
 
 
 def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
-    # It may lie on a node that did not answer: a script must not take it for gone.
+    # A node that did not answer may have the checkpoint: a script must not conclude that it is gone.
     if isinstance(error, CheckpointNotFound) and error.unreached:
         return ExitCode.UNREACHABLE
-    # The same for a shard whose last copy a silent node may hold.
+    # A silent node may have the last copy of the shard.
     if isinstance(error, ShardLost) and any(NOT_REACHED in place for place in error.searched):
         return ExitCode.UNREACHABLE
     by_error = {
@@ -62,12 +62,12 @@ def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that incomplete output is removed."""
+    """Within the block, SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that incomplete output is removed."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    # Slurm and Kubernetes end a job by SIGTERM, whose default would leave half-written output behind.
+    # Slurm and Kubernetes end a job by SIGTERM, which by default ends Python without any cleanup.
     was = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

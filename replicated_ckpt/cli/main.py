@@ -23,8 +23,8 @@ VERBS = {
     "repair": "checkpoints.repair",
     "upload": "checkpoints.upload",
     "reject": "checkpoints.reject",
-    "export": "convert.export",
-    "import": "convert.import_",
+    "export": "checkpoints.export",
+    "import": "checkpoints.import_",
     "slim": "removal.slim",
     "rm": "removal.rm",
     "prune": "removal.prune",
@@ -34,11 +34,11 @@ VERBS = {
     "drill": "drill",
     "completion": "completion",
 }
-"""The module of each, in the order of `--help`: what looks first, what removes later."""
+"""The module of each verb, in the order of `--help`: verbs that only look come first."""
 _BEGIN = (
     "Begin with `replicated-ckpt ls --root ROOT`, on a node. `replicated-ckpt VERB --help` lists the options of a verb."
 )
-_RERUN = "Hint: Redirect it elsewhere and run the command again. Completed steps are not undone."
+_RERUN = "Hint: Redirect the output elsewhere, and run the command again. Completed steps are not undone."
 
 
 def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
@@ -61,14 +61,17 @@ def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
 
 
 def _open_closed_streams() -> None:
-    """Standard streams that are closed, as a daemon's may be, lead nowhere. Else a file would be opened in their place."""
+    """Redirects closed standard streams, as a daemon may have, to /dev/null. Otherwise a file could get their number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - until the process ends
 
 
 def _write(stream: TextIO, text: str) -> bool:
-    """Whether it could be written. Else the stream leads nowhere from now on: Python would fail on it again at its end."""
+    """Writes the text; returns whether that worked. If not, the stream now leads to /dev/null.
+
+    Otherwise Python's own flush at exit would fail on the stream, too.
+    """
     try:
         stream.write(text)
         stream.flush()
@@ -79,7 +82,7 @@ def _write(stream: TextIO, text: str) -> bool:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Runs the verb. Raises ConfigInvalid: it needs torch, which the image of the agent does not have."""
+    """Runs the verb. Raises ConfigInvalid: the verb needs torch, which this Python lacks, as in the agent's image."""
     try:
         return int(arguments.run(arguments))
     except ModuleNotFoundError as exc:
@@ -91,9 +94,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code, also for each of our errors that its verb raises."""
+    """Runs one command, and returns its exit code. An error of this package is printed, and has its exit code."""
     _open_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that it cannot encode, in a name or a table, are escaped
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escapes letters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if argv is None else list(argv)
     first = given[:1]
@@ -101,23 +104,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete(parser())
     try:
         try:
-            # One verb's module alone is imported: `ls` must not wait for what `drill` or `export` needs.
+            # Only the module of this verb is imported: `ls` must not wait for the imports of `drill` or `export`.
             known = parser(first if first and first[0] in VERBS else VERBS)
-            if any("\0" in text for text in given):  # in this process: no shell passes one on
+            if any("\0" in text for text in given):  # from a caller in this process: no shell passes NUL on
                 known.error("arguments must not contain NUL")
             arguments = known.parse_args(given, argparse.Namespace(given=given))
             return _run(arguments)
         finally:
-            # Here a full disk or a closed pipe is still an error of ours, not of the interpreter's end.
+            # A full disk or a closed pipe is handled below, and not by the interpreter at its exit.
             sys.stdout.flush()
     except ReplicatedCkptError as exc:
         _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {exc}\n")
-        # Scripts and probes act on the code: it depends on the error's class, not on its words.
+        # Scripts and probes act on the code, which depends on the error's class, not on its text.
         return exit_code_of(exc)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - top of the process
-        # `| head` closes the pipe: that is not a defect of this package.
+        # A pipe that its reader has closed, as `| head` does, is not a defect of this package.
         if isinstance(exc, OSError) and not (_write(sys.stdout, "\n") and _write(sys.stderr, "\n")):
             if not isinstance(exc, BrokenPipeError):
                 _write(sys.stderr, f"replicated-ckpt: standard output cannot be written: {exc.strerror}. {_RERUN}\n")
@@ -125,5 +128,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(sys.stderr, traceback.format_exc())
         return ExitCode.INTERNAL
     finally:
-        # A closed stderr must be found now: Python's own flush at exit would change the exit code.
+        # Flushed now: if stderr is closed, Python's own flush at exit would change the exit code.
         _write(sys.stderr, "")

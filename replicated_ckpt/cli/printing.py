@@ -1,4 +1,4 @@
-"""How verbs print: `-o json`, and colours of verdicts on terminals that show them, for users who want them."""
+"""Output options of verbs: `-o json`, and colours on a terminal that has them, unless NO_COLOR is set."""
 
 import argparse
 import os
@@ -7,14 +7,14 @@ from enum import Enum
 
 
 def add_output_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds `-o json`. `more`: what else the help says."""
-    said = "print text (default) or JSON" + (f"; {more}" if more else "")
-    parser.add_argument("-o", "--output", dest="json", type=_is_json, default=False, metavar="{text,json}", help=said)
+    """Adds `-o json`. `more` is appended to its help."""
+    help_ = "print text (default) or JSON" + (f"; {more}" if more else "")
+    parser.add_argument("-o", "--output", dest="json", type=_is_json, default=False, metavar="{text,json}", help=help_)
 
 
 def _is_json(text: str) -> bool:
     if text not in ("text", "json"):
-        raise argparse.ArgumentTypeError(f"it is text or json, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be text or json, not {text!r}")
     return text == "json"
 
 
@@ -27,7 +27,7 @@ class Colour(Enum):
 
 
 def paint(text: str, colour: Colour) -> str:
-    """The text in a colour if standard output is a terminal with colours, and NO_COLOR is not set; else the text.
+    """The text in a colour if standard output is a terminal with colours and NO_COLOR is not set, else as it is.
 
     Source: https://no-color.org.
     """

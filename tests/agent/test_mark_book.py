@@ -105,7 +105,7 @@ def test_a_peer_is_asked_and_not_believed(pair: tuple[list[RunningAgent], str]) 
             peer.call("POST", "/v1/reject", {"save_ids": [save_id], "is_rejected": True})
         told = {"rejections": {save_id: 1}, "restores": {}}
         peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": told, **told})
-        with pytest.raises(ConfigInvalid, match="does not know"):
+        with pytest.raises(ConfigInvalid, match="not in this node's address book"):
             peer.call("POST", "/v1/marks", {"node_id": "stranger"})
     assert not is_rejected(one, save_id)
 
@@ -128,6 +128,6 @@ def test_what_is_no_save_is_not_rejected(pair: tuple[list[RunningAgent], str]) -
     (agent, _), _ = pair
     with agent.client() as client:
         for save_ids in ([], ["../x"], [SAVE, "step-1"]):
-            with pytest.raises(ConfigInvalid, match="no saves are named"):
+            with pytest.raises(ConfigInvalid, match="names no saves"):
                 client.call("POST", "/v1/reject", {"save_ids": save_ids, "is_rejected": True})
     assert not (agent.root / ".agent" / NAME).exists()

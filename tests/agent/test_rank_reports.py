@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.cli.look.reports import choose_newest
+from replicated_ckpt.cli.checkpoints.report import choose_newest
 from replicated_ckpt.core.rank_report import Kind, RankReport, Span
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.node.state.rank_reports import KEPT, RankReports

@@ -81,7 +81,7 @@ def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
         assert f"step-1: 2 versions; a load of this name takes save {old.save_id}" in said
         assert "1 file not seen: host1 not reached; has the name on host0" in said
         assert "replaced, but still on host0" in said
-        wait = f"the older ones stay until every shard of save {new.save_id} has been seen"
+        wait = f"the older ones stay until every shard of save {new.save_id} was seen"
         assert f"step-1: {wait}. The missing shards may be on the nodes that were not reached" in said
     _, found = as_json("ls", "--root", nodes[0].root)
     assert found["conflicting_runs"][0].startswith("step-1: 2 versions")

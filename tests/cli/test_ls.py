@@ -164,7 +164,7 @@ def test_a_node_that_is_not_believed_has_a_next_step(tmp_path: Path, is_plain: b
         done = command("ls", "--root", nodes[0].root)
     assert "host1 (node" in done.stdout
     assert "firewall" not in done.stdout
-    step = "REPLICATED_CKPT_PLAIN (or `--plain`) is set either on host1 or here, but not on both"
+    step = "next step: set REPLICATED_CKPT_PLAIN (or `--plain`) on all nodes or on none"
     assert (step if is_plain else "next step for host1: An agent of another node than") in done.stdout, done.stdout
 
 
@@ -253,7 +253,7 @@ def seen_as(state: str, bucket: str = "") -> CheckpointSeen:
 @pytest.mark.parametrize(
     ("rows", "step"),
     [
-        ([seen_as(LOST), seen_as(WHOLE)], "another version also has this name"),
+        ([seen_as(LOST), seen_as(WHOLE)], "Another version also has this name"),
         ([seen_as(LOST, bucket="there")], "load it with its object_store"),
     ],
 )

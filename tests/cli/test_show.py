@@ -35,7 +35,7 @@ def test_each_file_with_its_holders(tmp_path: Path) -> None:
         assert done.returncode == ExitCode.UNREACHABLE
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(shard(1)))
         assert line.split()[5:] == ["0", "of", "2", "-", "host1,", "host2"]
-        assert "next step: on host1, host2 start an agent" in done.stdout
+        assert "next step: start an agent on host1, host2" in done.stdout
     code, found = as_json("show", "run/step-70", "--root", nodes[0].root)
     assert code == ExitCode.UNREACHABLE
     (one,) = found["saves"]

@@ -57,7 +57,7 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
         assert done.stdout.startswith("degraded: step-1: 1 of 2 copies seen: host1 not reached\n")
         assert "had its copies" not in done.stdout, "the last round was before that"
         assert f"degraded: host1 (node {nodes[1].node_id()}): not reached: no agent runs there" in done.stdout
-        assert "next step: on host1" in done.stdout
+        assert "next step: start an agent on host1" in done.stdout
         code, found = as_json("status", "--root", nodes[0].root)
         assert (code, found["exit_code"], found["state"]) == (1, 1, "degraded")
         assert found["agent"]["pid"] == running[0].process.pid
@@ -94,7 +94,7 @@ def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
         done = command("status", "--root", store.root)
     assert done.returncode == ExitCode.SHARD_LOST
     assert "files are lost: step-1: 1 file lost" in done.stdout
-    assert "too few nodes or intact copies" not in done.stdout, "what is lost is counted once"
+    assert "for lack of nodes or intact copies" not in done.stdout, "what is lost is counted once"
     (logged,) = (line for line in done.stdout.splitlines() if line.startswith("in the agent's log: "))
     assert logged.startswith("in the agent's log: 2999-01-01 00:00:01,000 WARNING not well")
     assert len(logged) <= 200
@@ -192,9 +192,7 @@ def test_watch_marks_what_has_changed(tmp_path: Path) -> None:
     try:
         assert watching.stdout is not None
         lines = iter(watching.stdout.readline, "")
-        clock = re.compile(
-            r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}, every 0.2 s until Ctrl-C; \* marks what has changed\n"
-        )
+        clock = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}, every 0.2 s until Ctrl-C; \* marks changed lines\n")
         assert clock.fullmatch(next(lines))
         assert next(lines) == "  idle\n"
         (store.root / "step-1" / shard(0)).unlink()

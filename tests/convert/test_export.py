@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import Converted, KeyRules, ReplicatedWriter, export_checkpoint, import_checkpoint
-from replicated_ckpt.cli.convert.conversion import Printer, describe
+from replicated_ckpt.cli.checkpoints.export import Printer, describe_converted
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert import source
@@ -400,5 +400,5 @@ def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().err
     assert re.fullmatch(r"export: 10 B of 40 B \(25%\) written, [\d.]+ [kM]?B/s, \d s left\nexport: verifying\n", said)
     one, more = (Converted("step-1", "x", count, count, count, 0.2) for count in (1, 2))
-    assert describe(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
-    assert describe(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"
+    assert describe_converted(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
+    assert describe_converted(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"

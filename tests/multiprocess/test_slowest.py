@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.cli.checkpoints.report import choose_newest
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.reports import choose_newest
 from replicated_ckpt.core.timing import LATE, Slowest, find_slowest
 from replicated_ckpt.node.state.rank_reports import KEPT, RankReports
 from replicated_ckpt.stores.local.store import LocalStore

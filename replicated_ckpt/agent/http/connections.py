@@ -1,4 +1,4 @@
-"""The open connections of an agent: bounded in number; for a new one, a connection that only waits is closed."""
+"""The open connections of an agent. Their number is bounded: to admit a new one, the agent closes one that only waits."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ from replicated_ckpt.agent.state.rights import Right
 
 log = logging.getLogger(__name__)
 
-OWNER_RESERVE = 64  # however busy other nodes keep this agent, its own ranks and commands get through
+OWNER_RESERVE = 64  # for this node's ranks and commands, however many requests other nodes send
 SENDER_REQUESTS_MAX = 256  # one peer that retries without end must not take every place
 _WARNING_INTERVAL_S = 60.0
 
@@ -28,10 +28,11 @@ class _Connection:
 
 
 class Connections:
-    """Connections by the peer's address, the one that has waited longest first. Safe to use concurrently.
+    """Connections by the peer's address, the one that has waited longest first. Safe for concurrent use.
 
-    To make room, a connection that never showed a token is closed first, then one between two requests. One whose request
-    is in progress is never closed. Requests of other users are bounded, in all and by address, so that some always wait.
+    To make room, a connection that never showed a token is closed first, then one between two requests. A connection with
+    a request in progress is never closed. Requests in progress are bounded, in total and for each address, except those of
+    the owner. So there is always a connection that can be closed.
     """
 
     def __init__(self, maximum: int, owner_reserve: int = OWNER_RESERVE, of_sender: int = SENDER_REQUESTS_MAX) -> None:
@@ -45,7 +46,7 @@ class Connections:
         self._warned_at = -_WARNING_INTERVAL_S
 
     def admit(self, peer: Any, stream: socket.socket) -> bool:
-        """Adds a connection, and closes another one if there are too many; False if every one has a request in progress."""
+        """Adds a connection, and closes another one if there are too many. False: all have a request in progress."""
         with self._lock:
             if len(self._open) >= self._maximum:
                 self._warn()
@@ -60,8 +61,8 @@ class Connections:
         victim = next((peer for peer in waiting if not self._open[peer].is_known), None) or next(iter(waiting), None)
         if victim is None:
             return False
-        with contextlib.suppress(OSError):  # its thread has closed it already, or the peer has
-            # Not closed here: its thread still uses the descriptor, whose number another file could take.
+        with contextlib.suppress(OSError):  # the connection was closed already
+            # Shut down, not closed: its thread still uses the descriptor, whose number another file could get.
             socket.socket.shutdown(self._open.pop(victim).stream, socket.SHUT_RDWR)
         return True
 
@@ -73,7 +74,7 @@ class Connections:
             log.warning("%d connections are open: closing those that have waited longest", self._maximum)
 
     def secure(self, peer: Any, stream: socket.socket) -> None:
-        """The connection continues over TLS."""
+        """Replaces the stream of a connection, which continues over TLS."""
         with self._lock:
             if peer in self._open:
                 self._open[peer].stream = stream
@@ -84,7 +85,7 @@ class Connections:
             return peer in self._open and self._open[peer].is_known
 
     def note_working(self, peer: Any, right: Right) -> bool:
-        """Counts a request with a valid token. False: its sender, or all senders together, have too many in progress."""
+        """Counts a request with a valid token. False: too many are in progress, of its sender or in total."""
         with self._lock:
             connection = self._open.get(peer)
             if connection is None:  # it was closed meanwhile, to make room
@@ -99,15 +100,15 @@ class Connections:
             return True
 
     def has_requests(self) -> bool:
-        """Whether a request is under way on a connection: it has begun, and its answer is not completely sent."""
+        """Whether a request is in progress on any connection: its answer is not completely sent."""
         with self._lock:
             return any(connection.is_working for connection in self._open.values())
 
     def note_answered(self, peer: Any) -> None:
-        """The request was answered."""
+        """Ends the request of a connection: its answer was sent."""
         with self._lock:
             if peer in self._open:
-                # Put back at the end: the connection that has waited longest is closed first.
+                # Moved to the end: connections are closed in the order in which they began to wait.
                 connection = self._open.pop(peer)
                 self._note_idle(peer, connection)
                 self._open[peer] = connection
@@ -120,25 +121,25 @@ class Connections:
 
     def _note_idle(self, peer: Any, connection: _Connection) -> None:
         if connection.is_working and not connection.is_owner:
-            self._working -= Counter([peer[0]])  # an address without any is dropped
+            self._working -= Counter([peer[0]])  # removes an address whose count is 0
         connection.is_working = False
 
 
 INTERVAL_S = 60.0
 ADDRESSES_MAX = 256
-"""More addresses than these in a minute are counted together."""
+"""Clients from further addresses are counted together."""
 _OTHERS = "other addresses"
 
 
 @dataclass
 class _UnauthenticatedClient:
-    said_at: float
+    logged_at: float
     count: int = 0
     last: str = ""
 
 
 class UnauthenticatedClients:
-    """Safe for concurrent use."""
+    """Logs connections and requests without a valid token, one line a minute for each address. Safe for concurrent use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -152,7 +153,7 @@ class UnauthenticatedClients:
         with self._lock:
             lines = self._due(now) if now >= self._next_look else []
             if address not in self._by_address and len(self._by_address) >= ADDRESSES_MAX:
-                # A client may come from ever new addresses: memory and log stay bounded.
+                # A client may use ever new addresses: memory and log must stay bounded.
                 address = _OTHERS
             found = self._by_address.get(address)
             if found is None:
@@ -166,18 +167,18 @@ class UnauthenticatedClients:
             log.warning("%s", line)
 
     def _due(self, now: float) -> list[str]:
-        """A line for each address that was counted for a minute. An address without a new count is forgotten."""
+        """A line for each address with refusals in the last minute. An address without any is forgotten."""
         lines = []
         for address, found in list(self._by_address.items()):
-            if now - found.said_at < INTERVAL_S:
+            if now - found.logged_at < INTERVAL_S:
                 continue
             if found.count:
-                since_s = now - found.said_at
+                since_s = now - found.logged_at
                 lines.append(
                     f"no valid token from {address}: {found.count} times in {since_s:.0f} s, last: {found.last}"
                 )
                 self._by_address[address] = _UnauthenticatedClient(now)
             else:
                 del self._by_address[address]
-        self._next_look = min((found.said_at for found in self._by_address.values()), default=now) + INTERVAL_S
+        self._next_look = min((found.logged_at for found in self._by_address.values()), default=now) + INTERVAL_S
         return lines

@@ -1,9 +1,7 @@
-"""Greetings: an agent that starts sends its address to its peers. An agent that exits announces that its disk is
-intact.
+"""Greetings between agents. One that starts sends its address to its peers; one that exits, that its disk is intact.
 
-An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's
-node. The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's
-certificate.
+An agent greets for its own node alone. The peers of a node know its token, so the token does not prove who sent a greeting.
+The greeted agent therefore calls the named node back, and accepts the answer of the agent that has the node's certificate.
 """
 
 import hmac
@@ -23,20 +21,20 @@ from replicated_ckpt.stores.threads import FanOut
 
 log = logging.getLogger(__name__)
 
-IN_A_ROW_MAX = 4  # an agent that is restarted a few times is heard each time
+IN_A_ROW_MAX = 4  # enough for an agent that is restarted a few times
 INTERVAL_S = 10.0
 """For one node and sender's address: IN_A_ROW_MAX greetings are checked at once, then one in each interval."""
 PER_SENDER_MAX = 16
 PARALLEL_MAX = 64
 """Calls back in progress, for one sender's address and in total."""
-WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
+WAIT_MAX_S = 2.0  # shorter than GREETING_DEADLINE_S, for which the greeter waits
 PAIRS_MAX = 16_384
-"""Names of nodes with addresses of senders that are remembered: twice what an address book holds."""
+"""Bound on the remembered pairs of a node's name and a sender's address: twice the size of an address book."""
 _HINT = "The greeting agent tries again in its next round. No action is needed."
 
 
 class CallBacks:
-    """Limits the calls by which greetings are checked: by node of the address book, and by address of the sender.
+    """Limits how often greetings are checked by a call back, for each pair of node and sender's address.
 
     Safe for concurrent use.
     """
@@ -49,10 +47,10 @@ class CallBacks:
 
     @contextmanager
     def take_turn(self, node_id: str, sender: str) -> Iterator[None]:
-        """Runs the block, which calls `node_id` back after a greeting from `sender`, when its turn has come.
+        """Runs the block, which calls `node_id` back after a greeting from `sender`, once there is a free place.
 
         Raises:
-            StoreUnavailable: too many calls back are in progress; the block was not run.
+            StoreUnavailable: too many calls back are in progress, or `sender` greets too often. The block was not run.
         """
         with self._changed:
             self._charge(node_id, sender)
@@ -63,23 +61,22 @@ class CallBacks:
             yield
         finally:
             with self._changed:
-                self._under_way -= Counter([sender])  # forgets a sender without any
+                self._under_way -= Counter([sender])  # removes a sender whose count is 0
                 self._changed.notify_all()
 
     def _charge(self, node_id: str, sender: str) -> None:
         """Charges INTERVAL_S for a call back. A debt of at most IN_A_ROW_MAX intervals is allowed."""
         now, pair = self._clock(), (node_id, sender)
-        # Swept only when full: an entry whose debt is paid bounds nothing any more.
+        # Entries whose debt is paid are removed when the table is full.
         for old, paid_until in list(self._paid_until.items()) if len(self._paid_until) >= PAIRS_MAX else ():
             if paid_until <= now:
                 del self._paid_until[old]
         due = max(self._paid_until.get(pair, now), now) + INTERVAL_S
         if due > now + IN_A_ROW_MAX * INTERVAL_S:
             raise _refusal(
-                # Made-up senders must not push out the debts of real ones.
-                node_id,
-                f"{sender} sends greetings in this node's name more often than every {INTERVAL_S:.0f} s",
+                node_id, f"{sender} sends greetings in this node's name more often than every {INTERVAL_S:.0f} s"
             )
+        # A new pair is refused, so that made-up senders do not push out the debts of real ones.
         if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
             raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender have sent greetings")
         self._paid_until[pair] = due
@@ -94,14 +91,13 @@ def _refusal(node_id: str, why: str) -> StoreUnavailable:
 
 GREETING_TIMEOUT_S = 2.0
 GREETING_DEADLINE_S = 5.0
-"""Heartbeats do not extend it: no peer can delay an agent that leaves, or the next round of re-protection."""
+"""For a whole greeting. Heartbeats do not extend it: no peer can delay an agent's exit, or a round of re-protection."""
 
 
 class Greeter:
-    """Greets each peer in the address book at the start, at once or as soon as it answers: it may have an old address
-    of this agent.
+    """Greets each peer in the address book once after the start. A silent peer is greeted as soon as it answers.
 
-    Peers that are introduced later get this node's address from the ranks.
+    A peer may have an old address of this agent. Peers that are introduced later get the address from the ranks.
     """
 
     def __init__(self, peers: PeerBook, endpoint: Endpoint) -> None:
@@ -113,9 +109,9 @@ class Greeter:
     def _register(self, endpoint: Endpoint) -> None:
         """Marks all peers as not greeted yet at this endpoint."""
         with self._lock:
-            # No host: this node may not know its own name outside, and the peer sees where the greeting comes from.
+            # No host: this node may not know its name on other nodes. The peer takes the address of the connection.
             self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
-            self._missing = {peer.node_id for peer in self._peers.read_all()}
+            self._ungreeted = {peer.node_id for peer in self._peers.read_all()}
 
     def announce(self, endpoint: Endpoint) -> threading.Thread:
         """As `start`, once this agent has another certificate."""
@@ -127,28 +123,28 @@ class Greeter:
         thread = threading.Thread(target=self.greet_all, name="rckpt-hello", daemon=True)
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as exc:  # ends no agent: each peer is greeted once it answers
+        except (RuntimeError, MemoryError) as exc:  # no reason to exit: re-protection greets each peer that answers
             log.warning("greets its peers later, because it cannot start a thread: %s", exc)
         return thread
 
     def greet_all(self) -> None:
         try:
-            self.greet(tuple(self._missing))
-        except StoreError as exc:  # of the address book; each peer is greeted once it answers
+            self.greet(tuple(self._ungreeted))
+        except StoreError as exc:  # of the address book; re-protection greets each peer that answers
             log.warning("greets its peers later: %s", exc)
 
     def greet(self, nodes: Collection[str]) -> None:
-        """Greets those of these nodes that this agent has not greeted since it started."""
+        """Greets those of these nodes that this agent has not greeted at its present endpoint."""
         with self._lock:
-            # The set itself: `announce` replaces it, and what is heard now does not count for the new one.
-            unheard = self._missing
-            missing = unheard & set(nodes)
-        if not missing:
+            # This very set: `announce` may replace it meanwhile, and these greetings do not count for the new endpoint.
+            ungreeted = self._ungreeted
+            chosen = ungreeted & set(nodes)
+        if not chosen:
             return
-        peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
+        peers = [peer for peer in self._peers.read_all() if peer.node_id in chosen]
         outcome = FanOut.run(peers, self._tell)
-        with self._lock:  # of what has been announced since, they have heard nothing
-            unheard.difference_update(address.node_id for address in outcome.results)
+        with self._lock:
+            ungreeted.difference_update(address.node_id for address in outcome.results)
         for address in outcome.results:
             self._note(address, None)
         for address, error in outcome.errors.items():
@@ -176,10 +172,10 @@ class Greeter:
             return sorted(self._refusals.values())
 
     def say_goodbye(self) -> None:
-        """Announces to every known peer that this agent exits with its disk intact. A peer that it does not reach sees
-        a silent node.
+        """Announces to every known peer that this agent exits with its disk intact.
 
-        Until this returns the agent must answer: each peer calls back.
+        The agent must answer until this returns, because each peer calls back. A peer that is not reached later finds a
+        silent node.
         """
         try:
             FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
@@ -191,19 +187,19 @@ class Greeter:
             client.call("POST", "/v1/hello", {**self._document, "is_leaving": is_leaving})
 
 
-def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
+def confirm_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
     """Calls a known node back after a greeting, and stores its new address if the agent there confirms it.
 
     A node that answers at its known address has not moved, whatever was announced. The host changes only if the node's
-    certificate is pinned: over plain HTTP, a thief of the token could redirect every peer to his own host. An agent may
-    count fewer starts than the known one, if its disk was restored from a backup.
+    certificate is pinned: over plain HTTP, a thief of the token could redirect every peer to another host. The announced
+    number of starts may be smaller than the known one, if the node's disk was restored from a backup.
 
     Raises:
-        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: two agents of
-            that node run; nothing has changed. StoreUnavailable: too many nodes are being called back.
+        StoreDenied: the sender is not that node, or is an earlier agent of it; nothing has changed. ConfigInvalid: two
+            agents of that node run; nothing has changed. StoreUnavailable: too many nodes are being called back.
     """
-    known = _identify_named(book, said)
-    # A renewed certificate: only the agent that still shows the known one may vouch for the new one.
+    known = _find_known(book, said)
+    # A renewed certificate: only the agent that still shows the known certificate can confirm the new one.
     if known.tls_sha256 not in ("", said.tls_sha256):
         with call_backs.take_turn(known.node_id, from_host):
             book.learn([_renew(known, said)])
@@ -215,10 +211,10 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         asked = FanOut.run({before, announced}, ask_identity)
     expected = AgentIdentity(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there, here = asked.results.get(before), asked.results.get(announced)
-    # Both places answer as this node: its disk was cloned with its identity, and data would be split.
+    # Both addresses answer as this node: its disk was cloned with its identity, and its files would be split.
     if there is not None and here is not None and known.node_id == here.node_id and there.is_duplicate_of(here):
         raise book.duplicate_nodes.record_duplicate(known, announced)
-    # It still answers at the known address: a greeting from elsewhere is a thief's, or of an earlier start.
+    # The node still answers at the known address: the greeting is a thief's, or of an earlier start.
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "the agent at its known address still answers, and denies the change")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
@@ -229,10 +225,10 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
 
 
 def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
-    """A node's address with its new certificate, if the agent that has the known certificate confirms it there.
+    """A node's address with its new certificate, if the agent that has the known certificate confirms the new one.
 
     Raises:
-        StoreDenied: it does not.
+        StoreDenied: that agent does not answer, or does not confirm it.
     """
     try:
         found = ask_identity(known)
@@ -245,14 +241,14 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
 
-def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
+def confirm_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
     """Calls a known node back after a goodbye. If its agent confirms that it exits, records that the node is away.
 
     Raises:
-        StoreDenied: the agent does not confirm it; nothing has changed. If it then stops answering, it counts as any
-            silent node. StoreUnavailable: too many nodes are being called back.
+        StoreDenied: the agent does not confirm it; nothing has changed. If the agent then stops answering, its node counts
+            as silent. StoreUnavailable: too many nodes are being called back.
     """
-    known = _identify_named(book, said)
+    known = _find_known(book, said)
     with call_backs.take_turn(known.node_id, from_host):
         try:
             found = ask_identity(known)
@@ -264,8 +260,8 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
     book.leave(known.node_id)
 
 
-def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
-    """The known address of the node that a greeting names. Raises StoreDenied: unknown, or a wrong token."""
+def _find_known(book: PeerBook, said: AgentAddress) -> AgentAddress:
+    """The known address of the node that a greeting names. Raises StoreDenied: the node or its token is unknown."""
     known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
     # In constant time: a peer must not find the token byte by byte.
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):

@@ -1,19 +1,86 @@
-"""The metrics of an agent: its node, what its ranks reported, and, on request, each node that it knows."""
+"""The metrics of an agent: of its node, of its ranks' saves and loads, and, on request, of each node that it knows."""
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
 
-from replicated_ckpt.agent.http.exposition import Family, Labels, counter, gauge, histogram, make_family, render
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.rank_report import Kind
 from replicated_ckpt.core.upkeep.overview import Look, Overview, make_overview
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.node.saves.service import NodeService
-from replicated_ckpt.node.state.rank_reports import FiguresRead
+from replicated_ckpt.node.state.rank_reports import BOUNDS_S, FiguresRead, Histogram
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus 3 refuses an answer without this type."""
+Labels = Mapping[str, str]
+PREFIX = "replicated_ckpt_"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric. A sample is a suffix of the name (only histograms have one), its labels and its value."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    samples: Sequence[tuple[str, Labels, float]]
+
+
+def gauge(name: str, help_: str, value: float) -> Family:
+    return Family(name, "gauge", help_, [("", {}, value)])
+
+
+def counter(name: str, help_: str, value: float) -> Family:
+    return Family(name, "counter", help_, [("", {}, value)])
+
+
+def make_family(
+    kind: Literal["gauge", "counter"], name: str, help_: str, values: Iterable[tuple[Labels, float]]
+) -> Family:
+    return Family(name, kind, help_, [("", labels, value) for labels, value in values])
+
+
+def histogram(name: str, help_: str, found: Iterable[tuple[Labels, Histogram]]) -> Family:
+    samples: list[tuple[str, Labels, float]] = []
+    for labels, each in found:
+        *counts, total = accumulate(each.counts)
+        buckets = zip((*map(str, BOUNDS_S), "+Inf"), (*counts, total), strict=True)
+        samples += [("_bucket", {**labels, "le": bound}, count) for bound, count in buckets]
+        samples += [("_sum", labels, each.sum_s), ("_count", labels, total)]
+    return Family(name, "histogram", help_, samples)
+
+
+def render(families: Iterable[Family]) -> bytes:
+    """The families in the text format of Prometheus.
+
+    Source: prometheus.io/docs/instrumenting/exposition_formats.
+    """
+    lines = []
+    for family in families:
+        name = PREFIX + family.name
+        lines += [f"# HELP {name} {_escape(family.help)}", f"# TYPE {name} {family.kind}"]
+        lines += [f"{name}{suffix}{_render(labels)} {value!r}" for suffix, labels, value in family.samples]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _render(labels: Labels) -> str:
+    inside = ",".join(f'{name}="{_quote(value)}"' for name, value in labels.items())
+    return f"{{{inside}}}" if inside else ""
+
+
+def _quote(value: str) -> str:
+    return _escape(value).replace('"', r"\"")
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
+
 
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "uptime_seconds": ("uptime_s", "Time since this agent started."),
@@ -50,12 +117,14 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "scrub_findings_total": ("scrub.findings", "Bad files that the scrub has found."),
     "upload_sent_bytes_total": ("object_store.bytes_sent", "Bytes that this node has sent to the bucket."),
 }
-"""By name: the place in the status, and the help. A list counts by its length."""
-_AGE = "Time of the newest save: committed on this node, whole, with all copies, in the bucket. By its coordinator's clock."
+"""By name: the place in the status, and the help. The value of a list is its length."""
+_AGE = (
+    "Time of the newest save by level: on this node, whole, with all copies, in the bucket. By its coordinator's clock."
+)
 
 
 def expose(service: NodeService, look: Look | None, status: Mapping[str, Any], *, is_cluster: bool) -> bytes:
-    """The metrics as text. `look`: the last one of re-protection; None before it. `is_cluster`: also of each known node."""
+    """The metrics as text. `look`: re-protection's last, None before the first. `is_cluster`: also those of known nodes."""
     families = [
         make_family("gauge", "agent_info", "This agent.", [({k: str(status[k]) for k in ("node_id", "version")}, 1)]),
         *(gauge(name, help_, _value_at(status, place)) for name, (place, help_) in _GAUGES.items()),
@@ -96,7 +165,7 @@ def _find_memory_bytes(service: NodeService) -> Mapping[str, int]:
         root = find_memory_tier(service.store)
         held = [] if root is None else LocalStore(root).catalog.holdings(service.node_id)
     except ReplicatedCkptError as exc:
-        service.figures.count_error("request", exc)  # a scrape shows all else
+        service.figures.count_error("request", exc)  # the other metrics are still exposed
         return {}
     return {} if root is None else {"memory": sum(sum(holding.sizes.values()) for holding in held)}
 
@@ -119,7 +188,7 @@ def _describe_store(
     yield make_family(
         "gauge",
         "stored_bytes",
-        "Size of the checkpoints on this node, in its memory tier, and of those that nodes hold and the bucket has.",
+        "Size of checkpoints by tier: on this node, in its memory tier, in the bucket (only those that a node also has).",
         _by("tier", stored),
     )
     yield gauge("largest_save_bytes", "Size of the largest checkpoint on this node.", max(sizes, default=0))
@@ -131,7 +200,7 @@ def _by(label: str, values: Mapping[str, float]) -> list[tuple[Labels, float]]:
 
 
 _ENDED: Mapping[Kind, tuple[str, str, str]] = {
-    "save": ("saves_total", "Saves that ended, counted on the node of rank 0.", "by what became of them"),
+    "save": ("saves_total", "Saves that ended, counted on the node of rank 0.", "written or linked"),
     "load": ("restores_total", "Loads that ended, counted on the node of rank 0.", "by their source"),
 }
 
@@ -153,7 +222,7 @@ def _describe_figures(found: FiguresRead) -> Iterator[Family]:
 
 
 def _describe_nodes(views: Sequence[NodeView], host_by_node: Mapping[str, str]) -> Iterator[Family]:
-    """What re-protection saw of each node. Of a silent one, what it held last."""
+    """The metrics of each node at re-protection's last look. Of a silent node, its last known holdings."""
 
     def each(name: str, help_: str, values: Sequence[float | None]) -> Family:
         labels = [{"node": view.node_id, "host": host_by_node.get(view.node_id, "")} for view in views]

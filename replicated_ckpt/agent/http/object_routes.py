@@ -1,4 +1,4 @@
-"""The agent's verbs of the object tier: name a bucket, probe it, follow an upload, order one, remove a save there."""
+"""The agent's verbs of the object tier: name a bucket, probe it, order and follow an upload, remove or reject a save."""
 
 import logging
 import threading
@@ -27,12 +27,12 @@ from replicated_ckpt.stores.threads import start_worker
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
-"""How long a save waits for a bucket: the first time, when all its checkpoints are listed, and later."""
+"""How long a save waits for the probe of a bucket: the first one, which lists all checkpoints there, and later ones."""
 _NOTHING = {"is_empty": False, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": "", "weakness": ""}
 
 
 class Prober:
-    """Runs at most one probe of a bucket at a time, each on its own thread. Safe for concurrent use."""
+    """Runs at most one probe of each bucket at a time, in a thread of its own. Safe for concurrent use."""
 
     def __init__(self, book: UploadBook) -> None:
         self._book = book
@@ -44,13 +44,13 @@ class Prober:
         self._weak_by_url: dict[str, Trial] = {}
 
     def probe(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
-        """Whether a bucket can be reached, what lies under a checkpoint's name, and the lineages in its directory of ids.
+        """Whether a bucket can be reached, which save has a checkpoint's name there, and the lineages in its directory.
 
-        A bucket that does not answer in time counts as unavailable; while its last probe still runs, at once.
-        `weakness`: what the trial of its conditional writes has found, in one answer only.
+        A bucket that does not answer in time counts as unavailable. While its last probe still runs, it does so at once.
+        `weakness`: the fault that the trial of its conditional writes has found. Only one answer has it.
         """
         with self._lock:
-            # A bucket that hangs must not get one more thread with each save.
+            # Each save would otherwise start one more thread for a bucket that hangs.
             is_late = url in self._under_way
             wait_s = WAIT_S if url in self._begun else FIRST_WAIT_S
             self._under_way.add(url)
@@ -85,7 +85,7 @@ class Prober:
                 self._under_way.discard(url)
 
     def _try_conditions(self, url: str, bucket: Bucket) -> None:
-        """Tries the conditional writes of a bucket that no agent has tried. The next answer has the weakness."""
+        """Tries the conditional writes of a bucket that no agent has tried. The next answer reports a weakness."""
         if url in self._tried:
             return
         self._tried.add(url)
@@ -100,7 +100,7 @@ class Prober:
             log.warning("the next agent tries the conditional writes to %s again: %s", url, exc)
 
     def _take_weakness(self, url: str) -> str:
-        """The weakness of a bucket that no rank has had, or "". Only now the bucket gets the outcome."""
+        """The weakness of a bucket, if no answer has reported it, or "". The trial is then recorded in the bucket."""
         with self._lock:
             trial = self._weak_by_url.pop(url, None)
         if trial is None:
@@ -120,8 +120,8 @@ class Prober:
             log.warning("the next agent tries the conditional writes to %s again: %s", url, exc)
 
     def _histories(self, url: str, bucket: Bucket, scope: str) -> Mapping[str, Any]:
-        """The histories in the bucket. It is listed once: from then on this run makes the newest saves."""
-        # Listing a large bucket takes seconds, and each save would wait for it.
+        """The histories in the bucket, which is listed once: later saves there are this run's own."""
+        # Listing a large bucket takes seconds, which each save would wait for.
         if url not in self._holdings_by_url:
             self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)
         held = (holding for holding in self._holdings_by_url[url] if scope_of(holding.checkpoint_id) == scope)
@@ -148,7 +148,8 @@ class ObjectRoutes:
         """Answer to a request below `/v1/object`.
 
         Raises:
-            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. ObjectMissing, StoreError
+            PeerProtocolError, ConfigInvalid: the request is invalid; nothing was changed. ObjectMissing: there is no such
+                verb, or the save is not here. StoreError: of the bucket, or of the node's own store.
         """
         match (request.method, *parts):
             case ("GET", "saves", save_id):
@@ -158,7 +159,7 @@ class ObjectRoutes:
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _state(self, save_id: str, *, is_urgent: bool) -> Answer:
-        """How far this node's upload of a save has come: the fields of UploadState. `is_urgent`: it is tried again now."""
+        """The progress of this node's upload of a save: the fields of UploadState. `is_urgent`: tries the upload now."""
         if is_urgent:
             self.uploader.try_now(save_id)
         found = self.uploader.state_of(save_id) if is_save_id(save_id) else None
@@ -172,7 +173,7 @@ class ObjectRoutes:
             match verb:
                 case "target":
                     target = ObjectTarget.from_json(fields)
-                    # A file:// bucket inside the root would have its objects taken for files of checkpoints.
+                    # The objects of a file:// bucket inside the root would look like files of checkpoints.
                     target.check_is_apart(self._service.store.root)
                     is_new = self.uploader.book.learn(target)
                     return json_answer(self.uploader.try_now if is_new else self.uploader.wake)
@@ -196,28 +197,28 @@ class ObjectRoutes:
         return self._prober.probe(str(fields["url"]), fields["checkpoint_id"])
 
     def _remove(self, fields: Mapping[str, Any]) -> Answer:
-        """Removes a save from a bucket that this node's own user has named; answers whether it was there."""
+        """Removes a save from a bucket that this node's own user has named. Answers whether the save was there."""
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("The request `remove` names no save of a checkpoint.")
         told = decode_manifest(fields["manifest"].encode(), "the command") if fields.get("manifest") else None
-        # With another save's manifest the objects of that save would be deleted.
+        # The manifest lists the objects to delete: another save's would delete the wrong ones.
         if told is not None and (told.checkpoint_id, told.save_id) != (checkpoint_id, save_id):
             raise ConfigInvalid("The manifest in the request `remove` is of another save.")
         manifest = self._manifest_of(save_id) or told
-        # Before the objects go: an order that is left would upload the save again.
+        # Before the removal: a remaining order would upload the save again.
         self.uploader.book.forget(save_id)
         bucket = self.uploader.book.bucket(str(fields["url"]))
-        # An upload that is under way would bring back what is being deleted.
+        # An upload in progress would put back the objects that are being deleted.
         with self.uploader.paused.hold(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
 
     def _reject(self, fields: Mapping[str, Any]) -> Answer:
-        """Marks a save in a bucket that this node's own user has named as rejected, or ends that."""
+        """Marks a save as rejected, or ends the rejection, in a bucket that this node's own user has named."""
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
-            raise ConfigInvalid("reject: no save of a checkpoint is named.")
+            raise ConfigInvalid("The request `reject` names no save of a checkpoint.")
         bucket = self.uploader.book.bucket(str(fields["url"]))
         is_there = bucket.mark_rejected(checkpoint_id, save_id, is_rejected=fields["is_rejected"] is True)
         return json_answer(is_there=is_there)

@@ -25,9 +25,9 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     """Stages `.metadata` of an open save, copied from another agent or from another save here. Durable afterwards.
 
     Raises:
-        PeerProtocolError: the request names no valid file or source. ObjectMissing: that node was not introduced here,
-            or that save is not here. ObjectCorrupt: the source has other bytes. SaveAborted, StoreError: the refusal of
-            the other agent, or of the node's own store.
+        PeerProtocolError: the request names no valid file or source. ObjectMissing: the named node was not introduced here,
+            or the named save is not here. ObjectCorrupt: the source has other bytes. SaveAborted, StoreError: the other
+            agent refused, or the node's own store.
     """
     fields = request.document()
     with parsing("Metadata cannot be pulled"):
@@ -51,7 +51,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
 
 
 Read = Callable[[int, memoryview], object]
-"""Fills the memory with what begins at an offset."""
+"""Fills the memory with the bytes of `.metadata` from an offset on."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def _open_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterat
 
 
 def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:
-    # A short file would otherwise leave the buffer's old bytes in the copy.
+    # Otherwise, after a short read, old bytes of the buffer would get into the copy.
     if read_exactly(fd, piece, start) != len(piece):
         raise ObjectCorrupt(root, "read", METADATA_NAME, "it is shorter than requested")
 
@@ -81,16 +81,16 @@ def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:
         read(start, piece)
         sink.write(piece)
         crc = crc32c(piece, crc)
-    # The coordinator's checksum decides: the agent in between may have a damaged file.
+    # Compared with the coordinator's checksum: the source may have a damaged file.
     if crc != wanted.crc32c:
         detail = f"expected CRC32C {wanted.crc32c:08x}, found {crc:08x}"
         raise ObjectCorrupt(label, "pull", METADATA_NAME, detail)
 
 
 def open_metadata(service: NodeService, save_id: str) -> int:
-    """A file descriptor of `.metadata` of a save that is open or committed here; the caller closes it."""
+    """A file descriptor of `.metadata` of a save that is open or committed here. The caller closes it."""
     store = service.store
-    # Staging first: a save that is committed between the two looks is then found by the second one.
+    # Staging first: if the save is committed meanwhile, the second look finds it.
     with translate_errors(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
         return open_plain(store.path_of_staged(save_id, METADATA_NAME), os.O_NOFOLLOW)
     checkpoint_id = store.catalog.checkpoint_of(save_id)

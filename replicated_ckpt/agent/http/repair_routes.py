@@ -1,10 +1,10 @@
-"""The agent's verbs of repair: greetings, suspect files, policies, full reads, plans, removal, drain."""
+"""The agent's verbs of upkeep: greetings, suspect files, policies, full reads, plans, removal, rejection, drain."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from replicated_ckpt.agent.http.greeting import CallBacks, heed_goodbye, heed_hello
+from replicated_ckpt.agent.http.greeting import CallBacks, confirm_goodbye, confirm_hello
 from replicated_ckpt.agent.http.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.state.rights import Right
@@ -38,7 +38,7 @@ _WHY_CHARS_MAX = 500  # a peer chooses it, and it is logged
 
 
 class RepairRoutes:
-    """Maps requests to re-protection. Safe for concurrent use."""
+    """Answers requests of upkeep, through re-protection and the node's service. Safe for concurrent use."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class RepairRoutes:
         """Answer to `POST /v1/{verb}`.
 
         Raises:
-            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. StoreError
+            PeerProtocolError, ConfigInvalid: the request is invalid; nothing was changed. StoreError: of the node's own
+                store, or of a peer.
         """
         fields = request.document()
         with parsing(f"{verb} is not possible"):
@@ -82,13 +83,13 @@ class RepairRoutes:
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The agent of a known peer has started, perhaps at another address, or exits with its disk intact."""
         said, is_leaving = AgentAddress.from_json(fields["peer"]), fields.get("is_leaving") is True
-        heed = heed_goodbye if is_leaving else heed_hello
+        confirm = confirm_goodbye if is_leaving else confirm_hello
         with request.heartbeat:
-            heed(self._service.peers, said, request.peer_host, self._call_backs)
+            confirm(self._service.peers, said, request.peer_host, self._call_backs)
         return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A load begins: pins the save that it reads, and records the largest sequence that it has seen in the lineage.
+        """A load begins: pins the save that the load reads, and records the largest sequence that it found in the lineage.
 
         `restores`: for a load of "latest", how often the save was restored since the run's last save, this time included.
         """
@@ -103,11 +104,11 @@ class RepairRoutes:
             self._service.marks.note_restores(lineage, sequence, save_id, restores)
         self._service.pin(save_id, reader, request.peer_host)
         here = [found for _, found in self._service.store.catalog.versions() if found.save_id == save_id]
-        # After the pin: from now on its optimizer stays.
+        # Read after the pin, from which on the save's optimizer is not removed.
         return json_answer(is_here=bool(here), is_slim=any(found.is_slim for found in here))
 
     def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """A load has read bad bytes of this node: the agent reads the file again, and repairs it if it is bad."""
+        """A load got bad bytes from this node: the agent reads the file again, and repairs it if it is bad."""
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
             raise ConfigInvalid("The request `suspects` names no file of a checkpoint.")
@@ -115,13 +116,13 @@ class RepairRoutes:
         return json_answer()
 
     def _retain(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """A rank names the policies of its run. Their revision is the sequence of the save that it makes, or has made."""
+        """A rank sends the policies of its run. Their revision is the sequence of the save that it makes, or has made."""
         is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
         is_due = is_new or fields.get("is_committed")
         return json_answer(self._reprotector.wake if is_due else None)
 
     def _abort_lost(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The operator declares nodes lost: a save that is in doubt only because of them is settled."""
+        """The operator declares nodes lost: a save that is in doubt only because of these nodes is settled."""
         save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
         if not is_save_id(save_id) or not lost:
             raise ConfigInvalid("The request `abort-lost` names no save, or no lost nodes.")
@@ -130,11 +131,10 @@ class RepairRoutes:
         return json_answer(self._reprotector.wake, waits_for=list(waits_for))
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Removes this node's copy of a save for good. If the copy stays, answers why. `is_asked`: only answers, and
-        removes nothing.
+        """Removes this node's copy of a save for good. If the copy stays, answers why.
 
-        `is_patient`: a save that a load reads is removed when that load has ended. `session`: the loads of this session
-        have ended.
+        `is_asked`: removes nothing, and answers whether the copy could be removed. `is_patient`: a save that a load reads
+        is removed when the load has ended. `session`: the loads of this session have ended.
         """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
@@ -142,7 +142,7 @@ class RepairRoutes:
         self._refuse_renamed(checkpoint_id, save_id)
         if fields.get("session"):
             service.pins.end(str(fields["session"]))
-        # A load in progress would fail in the middle, on all of its ranks.
+        # Otherwise a load in progress would fail on all of its ranks.
         if service.pins.is_pinned(save_id) and not fields.get("force"):
             if fields.get("is_patient"):
                 with request.heartbeat, self._hold_upload(save_id):
@@ -152,16 +152,16 @@ class RepairRoutes:
         root = service.store.root
         if fields.get("is_asked"):
             manifest = service.store.catalog.manifest_path(checkpoint_id, save_id)
-            # `rm` asks this before it touches the bucket: a load that reads the save keeps both copies.
+            # `rm` sends this before it touches the bucket: a load that reads the save keeps both copies.
             is_kept = not fields.get("force") and is_read(manifest)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         with request.heartbeat:
-            # On a full disk the note below could not be written, and then nothing could be removed.
+            # On a full disk the journal entry below could not be written, and nothing could be removed.
             make_room_to_start(root)
             with self._hold_upload(save_id):
-                # The note comes first: after a crash the next start finishes the removal, and no node brings the save back.
+                # Written first: after a crash the next start finishes the removal, and no node copies the save back.
                 service.store.journal.append_end(save_id, End.REMOVING)
-            is_staged = service.store.is_staged(save_id)  # before the look: it may be published meanwhile
+            is_staged = service.store.is_staged(save_id)  # read first: the save may be published during the removal
             is_removed = retire(root, checkpoint_id, save_id)
             keep_room_to_start(root)
         why = ""
@@ -170,18 +170,18 @@ class RepairRoutes:
         elif is_staged and not is_removed:
             why = "its save has not ended on this node; it is removed when the save has ended"
         else:
-            with suppress(StoreError):  # the next look ends it
+            with suppress(StoreError):  # the next round of re-protection writes it
                 service.store.journal.append_end(save_id, End.REMOVED)
         return json_answer(self._reprotector.wake, is_removed=is_removed, why=why)
 
     def _reject(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """This node's user has "latest" skip saves, or not any more. The peers that answer then fetch the mark from here.
+        """Records that this node's user rejects saves, which "latest" then skips, or ends that. Peers fetch the mark.
 
-        Answers which peers have it, and why the others have not: they learn of it in a later round.
+        Answers which peers have the mark, and why the others do not. Those get it in a later round of re-protection.
         """
         save_ids, service = [str(save_id) for save_id in fields["save_ids"]], self._service
         if not save_ids or not all(map(is_save_id, save_ids)):
-            raise ConfigInvalid("reject: no saves are named.")
+            raise ConfigInvalid("The request `reject` names no saves.")
         peers = {peer.node_id: peer for peer in service.peers.read_all() if peer.node_id != service.node_id}
 
         def tell(node: str) -> None:
@@ -190,19 +190,19 @@ class RepairRoutes:
 
         with request.heartbeat:
             looked = FanOut.run(peers, lambda node: ask_holdings(peers[node]))
-            # After what each of them knows: on a node that was told of an earlier change, this one must count.
-            told = merge_marks(found.node_report.marks for found in looked.results.values())
-            service.marks.reject(save_ids, told, is_rejected=fields["is_rejected"] is True)
-            heard = FanOut.run(looked.results, tell)
-        errors = {**looked.errors, **heard.errors}
+            # The new mark must be newer than every mark that a peer has.
+            known = merge_marks(found.node_report.marks for found in looked.results.values())
+            service.marks.reject(save_ids, known, is_rejected=fields["is_rejected"] is True)
+            fetched = FanOut.run(looked.results, tell)
+        errors = {**looked.errors, **fetched.errors}
         not_reached = {node: describe_silence(error) for node, error in errors.items()}
-        return json_answer(self._reprotector.wake, reached=sorted(heard.results), not_reached=not_reached)
+        return json_answer(self._reprotector.wake, reached=sorted(fetched.results), not_reached=not_reached)
 
     def _fetch_marks(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A node of the address book has a new mark. This node asks it: what the sender writes is not believed."""
+        """A node has a new mark, which this node fetches from the node's known address. The request itself has no mark."""
         peer = next((one for one in self._service.peers.read_all() if one.node_id == fields["node_id"]), None)
         if peer is None:
-            raise ConfigInvalid("marks: this node does not know that node.")
+            raise ConfigInvalid("The request `marks` names a node that is not in this node's address book.")
         with request.heartbeat:
             self._service.learn_marks([ask_holdings(peer).node_report.marks])
         return json_answer()
@@ -214,26 +214,26 @@ class RepairRoutes:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
     def _is_here(self, checkpoint_id: str, save_id: str) -> bool:
-        """Whether the save lies here under this name. A user's copy of it under another name does not count."""
+        """Whether the save is here under this name. A copy that a user made under another name does not count."""
         try:
             return self._service.store.catalog.is_here(checkpoint_id, save_id)
         except ManifestInvalid:
             return False
 
     def _forget(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """The user declares a node lost: it is removed from the address book."""
+        """Removes a node, which the user declares lost, from the address book. Answers whether the book had it."""
         is_known = self._service.peers.forget(str(fields["node_id"]))
         return json_answer(self._reprotector.wake, is_known=is_known)
 
     def _drain(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """Marks this node as about to be taken down, or not, until the agent ends or a save is opened here."""
+        """Marks this node as about to be taken down, or not. The mark ends with the agent, or when a save opens here."""
         self._service.is_drained = fields["is_drained"] is True
         return json_answer()
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Reads everything on this node, or one checkpoint. Answers which files are damaged and which are intact.
+        """Reads all files of this node, or of one checkpoint. Answers which are damaged and which are intact.
 
-        Damaged files are recorded, and repaired like those that a reader reports.
+        Damaged files are recorded, and repaired like those that a load reports.
         """
         checkpoint_id = fields.get("checkpoint_id")
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
@@ -241,7 +241,7 @@ class RepairRoutes:
         inspector = Inspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request):
             note = self._service.damage.begin_reading()
-            # The size is set first: another thread reads both as soon as the inspector is set.
+            # The size is set before the inspector: once that is set, another thread may read both.
             self._bytes_to_read, self._inspector = inspector.sum_sizes(checkpoint_id), inspector
             try:
                 findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id)]
@@ -263,17 +263,17 @@ class RepairRoutes:
         )
 
     def how_far(self) -> Mapping[str, int]:
-        """The progress of the full read in progress; zeros if there is none."""
+        """The progress of the running full read; zeros if none runs."""
         inspector = self._inspector
         if inspector is None:
             return {"bytes_read": 0, "size_bytes": 0}
         return {"bytes_read": inspector.bytes_read, "size_bytes": self._bytes_to_read}
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Does this node's part of a plan. Answers the error of each action, or "". A peer's plan may replace no save."""
+        """Does this node's part of a plan. Answers the error of each action, or ""."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
-            # A peer's plan may replace nothing: its token would then be enough to delete checkpoints here.
+            # A peer's plan may replace no save: otherwise a peer's token would be enough to delete checkpoints here.
             outcomes = self._reprotector.carry_out(part, may_replace=request.right >= Right.OWNER)
         results = [{"action": str(action), "error": error} for action, error in outcomes]
         return json_answer(self._reprotector.wake, results=results)

@@ -1,4 +1,4 @@
-"""One request to the agent and its answer, as values between the HTTP server and the routes."""
+"""One request to the agent and its answer: the values that the HTTP server and the routes exchange."""
 
 import json
 import os
@@ -27,8 +27,8 @@ _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Heartbeat:
     """Sends an interim HTTP response every second inside its `with` block, and none after it.
 
-    While the request's body comes in it sends nothing: the peer is not waiting for an answer, and one TLS connection must
-    not be read and written by two threads at once.
+    It sends nothing while the request's body comes in. The peer does not wait for an answer then, and two threads must not
+    read and write one TLS connection at once.
 
     Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
     """
@@ -61,17 +61,17 @@ class Heartbeat:
 
 
 DOCUMENT_BYTES_MAX = 4 << 20
-"""Parsed JSON takes many times its size. The addresses of 10,000 nodes fit."""
+"""A bound, because parsed JSON takes many times its size in memory. The addresses of 10,000 nodes fit."""
 
 _HINT_BY_RIGHT = {
     Right.JOB: "Only a job with a rank on each node can introduce nodes, and open and end saves.",
-    Right.OWNER: "Ask on the agent's own host as its user: ranks and `replicated-ckpt` read ROOT/.agent there.",
+    Right.OWNER: "Run the command on the agent's own host, as its user: it reads the token in ROOT/.agent there.",
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """One authenticated request. Its token shows its `right`. It came from `peer_host`, over `connection`."""
+    """One authenticated request, from `peer_host` over `connection`. Its token gives it the `right`."""
 
     method: str
     target: str
@@ -104,7 +104,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A small answer. `after` runs once it is sent."""
+    """A small answer. `after` is called once the answer is sent."""
 
     body: bytes
     content_type: str = "application/json"
@@ -116,20 +116,20 @@ def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> 
 
 
 def require_asker(connection: socket.socket) -> None:
-    """Checks that the client still waits: after a hang, an agent has requests whose clients have disconnected.
+    """Checks that the client still waits for an answer.
 
     Raises:
-        ConnectionAbortedError: the other end has closed the connection, or its own direction, whatever it has sent before.
+        ConnectionAbortedError: the client has closed the connection, or its sending side, even if it sent a whole request.
     """
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
-    # A process that was stopped finds requests whose senders have long gone on without it.
+    # An agent that was stopped or hung finds requests whose clients have long gone on without it.
     if poll.poll(0):
         raise ConnectionAbortedError("the client no longer waits for an answer")
 
 
 CHECKS_MAX = 16
-"""Full reads in progress or waiting: several nodes may run `verify` at the same hour."""
+"""Bound on full reads that run or wait. Several nodes may run `verify` at the same hour."""
 
 
 class Checks:
@@ -144,14 +144,14 @@ class Checks:
         """Runs the block with the request's body once no other check runs. Heartbeats go out meanwhile.
 
         Raises:
-            StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
+            StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: the body is too large.
         """
-        # Refused before the body is read: a queue without end would hold a body and a thread each.
+        # Refused before the body is read: each place in the queue holds a body and a thread.
         if not self._places.acquire(blocking=False):
             detail = f"{CHECKS_MAX} checks already run on this node, or wait there"
             raise StoreUnavailable("this node", "verify", "", detail, "Ask again when they have ended.")
         try:
-            with request.heartbeat, self._turn:  # one body at a time, too
+            with request.heartbeat, self._turn:  # also for the body: one is in memory at a time
                 yield request.body.read_all(body_bytes_max) if body_bytes_max else b""
         finally:
             self._places.release()
@@ -162,7 +162,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
 
 @dataclass(frozen=True)
 class FileAnswer(Answer):
-    """An answer that is a range of a file; its sender closes `fd`."""
+    """An answer that is a range of a file. The server closes `fd` when it has sent the answer."""
 
     fd: int = -1
     offset: int = 0
@@ -172,10 +172,10 @@ class FileAnswer(Answer):
 
 
 def file_answer(request: Request, fd: int) -> FileAnswer:
-    """The file, or the range of it that the request names. The answer owns `fd`; on failure it is closed.
+    """The file, or the range of it that the request names. The answer owns `fd`. On failure `fd` is closed.
 
     Raises:
-        ObjectCorrupt: the file ends before the range. PeerProtocolError: it is not a range.
+        ObjectCorrupt: the file ends before the range. PeerProtocolError: the header is not a range.
     """
     try:
         size = os.fstat(fd).st_size
@@ -195,7 +195,7 @@ def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
         raise PeerProtocolError(f"Range {header[:60]!r} is not supported.")
     first = int(match[1])
     end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
-    # The file is shorter than its manifest: an empty answer would pass for the bytes that are missing.
+    # The file is shorter than in its manifest. An error, because an empty answer would look like a valid range.
     if first >= end:
         raise ObjectCorrupt("this agent", "GET", f"bytes from {first} on", f"the file has {size_bytes} bytes")
     return first, end

@@ -1,4 +1,4 @@
-"""The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
+"""The agent's verbs: which request does what. Each part of a request's path is validated before it names a file."""
 
 import json
 import threading
@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from replicated_ckpt.agent.http.exposition import CONTENT_TYPE
-from replicated_ckpt.agent.http.metrics import expose
+from replicated_ckpt.agent.http.metrics import CONTENT_TYPE, expose
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
@@ -45,11 +44,11 @@ from replicated_ckpt.stores.threads import give_way
 from replicated_ckpt.wording import one_line
 
 ITEMS_BYTES_MAX = 16 << 20
-"""Of JSON: some 800,000 items of one node. During the check they take ten times as much memory."""
+"""Bound on the JSON of some 800,000 items of one node. During the check they take ten times as much memory."""
 
 
 class UnmanagedRoutes:
-    """Maps requests to checkpoints without a manifest, which stock torch wrote. Read-only. Safe for concurrent use."""
+    """Answers requests about checkpoints of stock torch, which have no manifest. Read-only. Safe for concurrent use."""
 
     def __init__(self, service: NodeService, checks: Checks) -> None:
         self._service = service
@@ -64,7 +63,7 @@ class UnmanagedRoutes:
         return json_answer(node_id=self._service.node_id, unmanaged=[holding.to_json() for holding in found])
 
     def open(self, checkpoint_id: str, name: str, size_bytes: str) -> int:
-        """A file descriptor of a file of this size; the caller closes it."""
+        """A file descriptor of the file, which must have this size. The caller closes it."""
         # int() also takes "1_0", signs and other scripts' digits, and is slow on very long numbers.
         is_size = size_bytes.isascii() and size_bytes.isdigit() and len(size_bytes) <= 18
         if not is_checkpoint_file(name) or not is_size:
@@ -72,7 +71,7 @@ class UnmanagedRoutes:
         return self._unmanaged.open(check_checkpoint_id(checkpoint_id), name, int(size_bytes))
 
     def verify(self, request: Request, checkpoint_id: str) -> Answer:
-        """Reads this node's files of one checkpoint. The body has the items' places, as `.metadata` may lie elsewhere."""
+        """Checks this node's files of one checkpoint. The body has the items' places, as `.metadata` may be elsewhere."""
         check_checkpoint_id(checkpoint_id)
         inspector = UnmanagedInspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
@@ -87,13 +86,13 @@ def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
 
 
 class SubmissionRoutes:
-    """Maps requests to the node's submissions. Safe for concurrent use."""
+    """Answers requests about saves that ranks have submitted to this agent. Safe for concurrent use."""
 
     def __init__(self, service: NodeService) -> None:
         self._service = service
 
     def finish_save(self, request: Request, save_id: str) -> Answer:
-        """With a body: takes a save over from its ranks. Else: waits for its end. Raises ReplicatedCkptError: it failed."""
+        """With a body, takes a save over from its ranks. Without one, waits for its end, and raises its error."""
         raw = request.body.read_all(MANIFEST_BYTES_MAX)
         if raw:
             self._service.finish_save(_outline_in(raw, save_id))
@@ -103,10 +102,10 @@ class SubmissionRoutes:
         return json_answer(**finished.to_json())
 
     def wait_for_written(self, request: Request, save_id: str) -> Answer:
-        """Waits for shards of ranks of this node. Raises ReplicatedCkptError: they are not written."""
+        """Waits until shards of this node's ranks are written. Raises the error of a shard that failed."""
         fields = request.document()
         path = self._service.store.intent_path(save_id)
-        # The ranks may be gone, so the coordinator's agent asks: its save's ticket shows that it takes part.
+        # The coordinator's agent sends this, as the ranks may be gone. It has the ticket of the save, but no invitation.
         if not Intent.admits_at(save_id, path, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
         names: Any = fields.get("shards")
@@ -130,16 +129,16 @@ _WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256", "start_id")
 
 
 class StatusOf(Protocol):
-    """The agent's status. `is_brief`: without what takes longer the more there is in the store.
+    """The agent's status. `is_brief`: only the fields whose cost does not grow with the store.
 
-    `is_opening`: a rank of this node asks, which is about to save.
+    `is_opening`: the client is a rank of this node that is about to save.
     """
 
     def __call__(self, *, is_brief: bool, is_opening: bool = False) -> Mapping[str, Any]: ...
 
 
 class Routes:
-    """Maps requests to the node's service. Safe for concurrent use."""
+    """Maps each request to a call of the node's service. Safe for concurrent use."""
 
     def __init__(
         self,
@@ -165,10 +164,10 @@ class Routes:
         """Answer to a request.
 
         Raises:
-            ReplicatedCkptError: it is refused; nothing but what the error says was changed.
+            ReplicatedCkptError: the request is refused or failed.
         """
         parts, query = split_target(request.target)
-        # Before the body is read or the path is used: an unknown verb needs the owner's right.
+        # Before the body is read or the path is used. An unknown verb needs the owner's right.
         request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
@@ -202,7 +201,7 @@ class Routes:
         """The status. Clients other than the owner get the agent's identity and the progress of reads and copies alone."""
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
-        # A client with the user's key checks by this that the agent has the key, too.
+        # The proof shows a client with the user's key that this agent has the key, too.
         if is_owner and "challenge" in query:
             told = {**told, "proof": self._prove(query["challenge"])}
         return {**told, "verify": self._repair.how_far(), "bytes_fetched": self._reprotector.bytes_fetched}
@@ -261,10 +260,11 @@ class Routes:
                 announced=Announced.from_json(fields.get("announced", {})),
                 ticket=str(fields.get("ticket", "")),
             )
-        # It comes from a peer: an id such as "../x" would name a directory outside of the root.
+        # A peer chose the id: one such as "../x" would name a directory outside of the root.
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is not a checkpoint id.")
-        if request.connection is not None:  # else its rank may be at a later save by now, which this one would abort
+        # A rank that gave up may be at a later save by now, which this one would abort.
+        if request.connection is not None:
             require_asker(request.connection)
         histories, stale_saves = self._service.open_save(intent)
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
@@ -276,13 +276,13 @@ class Routes:
         return json_answer(histories=told, named=named, taken_numbers=None if taken is None else sorted(taken))
 
     def _abort(self, request: Request, save_id: str) -> Answer:
-        """A peer may abort a save that it takes part in, unless the save is decided here.
+        """Aborts a save. A peer may do so only if it takes part in the save and the save is not decided here.
 
-        Once a node has published a save, every peer can read its id; and this node may hold the only copy.
+        Once a node has published a save, every peer can read its id, and this node may hold the only copy.
         """
         fields = request.document()
         if request.right < Right.JOB and not self._service.store.has_intent(save_id):
-            return json_answer()  # each rank of a failed save aborts it on each node: another rank was first
+            return json_answer()  # each rank of a failed save sends an abort to each node: another rank was first
         if self._service.store.is_decided(save_id) or not self._admits(save_id, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
         why = one_line(fields.get("why", "no reason given"), 500)
@@ -293,12 +293,12 @@ class Routes:
         return Intent.admits_at(save_id, self._service.store.intent_path(save_id), ticket)
 
     def _require_part(self, request: Request, save_id: str, ticket: str) -> None:
-        """Settling may abort the save: only its own nodes may ask for that, if it is staged here and has a ticket."""
+        """Checks that the sender may settle a save with a ticket. Only its own nodes may, as that can abort the save."""
         if self._service.store.intent_of(save_id).ticket and not self._admits(save_id, ticket):
             request.require(Right.JOB)
 
     def _require_end(self, request: Request, rest: Sequence[str]) -> None:
-        """Only the coordinator may bring what ends a save. A peer may bring shards."""
+        """Checks that a request that ends a save comes from the coordinator. A peer may send shards."""
         is_end = rest in (["pull"], ["commit"]) or (
             request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
         )
@@ -308,12 +308,12 @@ class Routes:
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
         with request.heartbeat:
-            if BEHIND_HEADER in request.headers:  # what brings a shard has a connection, so a thread, for it alone
+            if BEHIND_HEADER in request.headers:  # this thread serves only the connection that sends the shard
                 give_way(self._service.submissions.niceness)
             found = self._service.receive(save_id, name, request.body, durable=durable)
         if durable:
             return json_answer(**asdict(found))
-        # ack="peer-memory": the rank goes on now, and the kernel starts to write the file behind it.
+        # ack="peer-memory": the rank goes on now, and the kernel then starts to write the file.
         return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
 
     def _link(self, request: Request, save_id: str, name: str) -> Answer:
@@ -341,7 +341,7 @@ class Routes:
         return json_answer(**answer, node_report=node_report.to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
-        """A load begins: learns the nodes that take part, and settles stale saves."""
+        """A load begins: stores the addresses of the nodes that take part, and settles stale saves."""
         fields = request.document()
         with parsing("Peers cannot be learned"):
             peers = self._service.learn_peers(fields["peers"])
@@ -350,7 +350,7 @@ class Routes:
         return json_answer(self._reprotector.wake_for_load)
 
     def _open(self, name: str, query: Mapping[str, str]) -> int:
-        """A file of a save's checkpoint, of one without a manifest, or `.metadata` of a save that may be open still."""
+        """A descriptor of a file of a committed save, of a checkpoint without a manifest, or of `.metadata` of any save."""
         checkpoint_id, save_id = query.get("checkpoint_id"), query.get("save_id", "")
         if checkpoint_id is not None and "size_bytes" in query:
             return self._unmanaged.open(checkpoint_id, name, query["size_bytes"])
@@ -358,7 +358,7 @@ class Routes:
             return open_metadata(self._service, save_id)
         if checkpoint_id is None or not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
             raise ObjectMissing("this agent", "GET", name[:200], "no such file")
-        # The load goes on: retention must not remove what it has yet to read.
+        # The load goes on, and retention must not remove the files that it has yet to read.
         self._service.pins.renew(save_id)
         return self._service.store.open_file(checkpoint_id, save_id, name)
 
@@ -379,7 +379,7 @@ _WATCHING, _HOLDINGS, _SAVES = {("v1", "status"), ("metrics",)}, ("v1", "holding
 
 
 class Activity:
-    """When the agent last had work, and whether a save is about to be opened. Requests under way count."""
+    """When the agent last had work, and whether a save is about to be opened. A request in progress is work."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -420,7 +420,7 @@ class Activity:
 
 
 class WatchedRoutes(Routes):
-    """Counts each answer as work, except for upkeep: else the agents of idle nodes would keep each other alive."""
+    """Counts each request as work, except those of upkeep, with which idle agents would keep each other alive."""
 
     def __init__(self, activity: Activity, *args: Any) -> None:
         super().__init__(*args)
@@ -428,13 +428,15 @@ class WatchedRoutes(Routes):
 
     def answer(self, request: Request) -> Answer:
         parts, query = split_target(request.target)
-        if parts in _WATCHING or (parts == _HOLDINGS and "upkeep" in query):  # no reason to stay for it
+        if parts in _WATCHING or (parts == _HOLDINGS and "upkeep" in query):
             return self._answer_counted(request)
         with self._activity:
             try:
                 return self._answer_counted(request)
             finally:
-                if request.method == "POST" and parts[:2] == _SAVES and len(parts) == 3:  # opens one, also if refused
+                if (
+                    request.method == "POST" and parts[:2] == _SAVES and len(parts) == 3
+                ):  # a save was opened, or refused
                     self._activity.note_opened()
 
     def _answer_counted(self, request: Request) -> Answer:

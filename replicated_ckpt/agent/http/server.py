@@ -61,7 +61,7 @@ class DualStackServer(ThreadingHTTPServer):
         super().__init__(("::" if takes_both else bind[0], bind[1]), handler)
 
     def server_bind(self) -> None:
-        """As in `http.server`, without its look-up of the host name, which takes many seconds if DNS does not answer."""
+        """As in `http.server`, but without looking up the host name, which takes many seconds if DNS does not answer."""
         # The host's default may be IPv6 alone (net.ipv6.bindv6only).
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -76,7 +76,7 @@ class DualStackServer(ThreadingHTTPServer):
         return request, (host.removeprefix(_MAPPED), *rest)
 
 
-# Errors that only a file of this node gives. All others are the connection's, and their sender is gone.
+# Errors that only a file of this node causes. All others come from the connection, whose client is gone.
 _OF_DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -94,7 +94,7 @@ _OF_DISK = (
 
 
 def disk_error_of(exc: OSError, op: str, target: str) -> StoreError | None:
-    """The error to answer with, if this node's disk caused it; None: the connection broke, and no answer can be sent."""
+    """The error to answer, if this node's disk caused it. None: the connection broke, and no answer can be sent."""
     if isinstance(exc, ssl.SSLError) or exc.errno not in _OF_DISK:
         return None
     return store_error_of(exc, "the disk of this node", op, str(exc.filename or target))
@@ -138,14 +138,14 @@ def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
 
 
 class AgentServer(DualStackServer):
-    """Listens for one agent. At most CONNECTIONS_MAX connections are open. For a further one, an idle one is closed.
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open: to accept another, it closes an idle one.
 
     OWNER_RESERVE of the connections are reserved for requests of the node's own user.
     """
 
     # A thread that waits for a silent peer must not keep the process alive.
     daemon_threads = True
-    # With socketserver's 5, ranks that connect at the same moment wait for a SYN to be sent again.
+    # With socketserver's 5, some of many ranks that connect at once would wait for TCP to retry.
     request_queue_size = 256
 
     def __init__(
@@ -159,14 +159,12 @@ class AgentServer(DualStackServer):
         super().__init__(bind, _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. Without a free descriptor it waits a moment, because the caller would retry in a busy
-        loop.
-        """
+        """The next connection."""
         try:
             return super().get_request()
         except OSError as exc:
             if exc.errno in SHORTAGES:
-                # Without descriptors accept() fails at once: the loop would take a whole processor.
+                # Without a free descriptor accept() fails at once: the caller's loop would take a whole processor.
                 time.sleep(0.1)
             raise
 
@@ -198,20 +196,20 @@ class AgentServer(DualStackServer):
         secured = request
         try:
             secured = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            # Registered before the handshake: one that stalls in it can still be closed to make room.
+            # Registered before the handshake, so that a connection that stalls in it can be closed to make room.
             self.connections.secure(client_address, secured)
             secured.do_handshake()
-        except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
+        except (OSError, ValueError) as exc:  # ValueError: the connection was closed meanwhile, to make room
             self.log_problem(client_address, f"no TLS: {exc}")
             self.shutdown_request(secured)
             return None
         return secured
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Called by socketserver inside its exception handler. Either the peer has disconnected, or this is a defect."""
+        """Called by socketserver inside its exception handler: the peer has disconnected, or this package has a defect."""
         del request
         is_defect = not isinstance(sys.exception(), OSError)
-        # A client without a token can cause any exception: it gets no traceback into the log.
+        # A client without a token can cause any exception, and must not fill the log with tracebacks.
         if is_defect and self.connections.is_known(client_address):
             log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
         else:
@@ -226,7 +224,7 @@ class AgentServer(DualStackServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection. `server` is the AgentServer."""
+    """Serves the requests of one connection."""
 
     server: AgentServer
     protocol_version = "HTTP/1.1"
@@ -236,9 +234,9 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_CONNECTION_S
 
     def handle_one_request(self) -> None:
-        """As in http.server, with bounds: that would read 6 MiB of headers from any client, for days."""
+        """As in http.server, which alone would read up to 6 MiB of headers from any client, for days."""
         stream, head = self.rfile, Head(self.rfile, self.connection, HEAD_BYTES_MAX)
-        self.rfile = cast(BufferedIOBase, head)  # lines are all that is read from it
+        self.rfile = cast(BufferedIOBase, head)  # http.server only reads lines from it
         try:
             super().handle_one_request()
         finally:
@@ -259,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             right = self._find_right()
-            # Before the body is read: a flood of requests must cost no memory.
+            # Checked before the body is read: a flood of requests must cost no memory.
             if not self.server.connections.note_working(self.client_address, right):
                 what = "too many requests of other nodes are under way. This node's own user can still send requests"
                 raise StoreUnavailable("this agent", self.command, self.path[:_LOGGED_CHARS], what)
@@ -274,13 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as exc:
             self._break_off(exc, body)
         else:
-            self.close_connection = self.close_connection or not body.done  # unread bytes are no request
+            self.close_connection = self.close_connection or not body.done  # unread bytes would count as a request
             self._send(answer)
         self.connection.settimeout(IDLE_CONNECTION_S)
         self.server.connections.note_answered(self.client_address)
 
     def _break_off(self, exc: OSError | ValueError, body: Body | None) -> None:
-        """Ends a request after an OSError or ValueError: answers an error of the disk, and logs a broken connection."""
+        """Ends a request after an OSError or ValueError. Answers an error of the disk; logs a broken connection."""
         found = disk_error_of(exc, self.command, self.path[:_LOGGED_CHARS]) if isinstance(exc, OSError) else None
         if found is not None:
             self._refuse(found, body)
@@ -289,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _show(self) -> str:
-        """The request as text for the log: cut short and escaped, as its sender chooses it."""
+        """The request for the log, cut and escaped, because its sender has chosen the text."""
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
     def _find_right(self) -> Right:
@@ -308,30 +306,31 @@ class _Handler(BaseHTTPRequestHandler):
             log.error("%s: %s", self.client_address[0], what)
         else:
             self.server.log_problem(self.client_address, what)
-        # The body may not be read to its end: the rest of it would be taken for the next request.
+        # The rest of an unread body would be taken for the next request.
         self.close_connection = True
         self._send_bytes(code, json.dumps(describe_refusal(exc)).encode(), "application/json")
         self._drain(body)
 
     def _drain(self, body: Body | None) -> None:
         """Reads the rest of the request, so that the peer gets the answer and not a reset connection."""
-        socket.socket.shutdown(self.connection, socket.SHUT_WR)  # TLS's own would read on in the clear
+        # Not SSLSocket's method, which drops TLS: the reads below would get ciphertext.
+        socket.socket.shutdown(self.connection, socket.SHUT_WR)
         piece = memoryview(bytearray(1 << 20))
         drained = 0
         if body is not None:
-            body.end_within(IDLE_CONNECTION_S)  # a byte now and then would hold the thread for ever
+            body.end_within(IDLE_CONNECTION_S)  # a client that sends a byte now and then would hold the thread for ever
         try:
             while body is not None and not body.done and drained < _DRAIN_BYTES_MAX:
                 drained += body.readinto(piece)
         except (OSError, PeerProtocolError):
-            return  # the peer has closed: it has seen the answer
+            return  # the peer has closed the connection, after it got the answer
 
     def _send(self, answer: Answer) -> None:
         if isinstance(answer, FileAnswer):
             self._send_file(answer)
         else:
             self._send_bytes(HTTPStatus.OK, answer.body, answer.content_type)
-            # Only now: `shutdown` must not end the process before its answer is out.
+            # Only now: `POST /v1/shutdown` must not end the process before its answer is sent.
             if answer.after is not None:
                 answer.after()
 
@@ -355,14 +354,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Range", f"bytes {answer.offset}-{last}/{answer.size_bytes}")
             self.end_headers()
             if answer.length:
-                # sendfile() goes past the buffer: the head must be out before the bytes.
+                # sendfile() bypasses the buffer: the head must be sent before the bytes.
                 self.wfile.flush()
                 sent = self._send_range(file, answer.offset, answer.length)
-                # The file got shorter meanwhile: only a closed connection shows the peer that bytes are missing.
+                # If the file got shorter meanwhile, only a closed connection shows the peer that bytes are missing.
                 self.close_connection = self.close_connection or sent != answer.length
 
     def _send_range(self, file: BufferedReader, offset: int, length: int) -> int:
-        """Sends a range of a file; returns how many bytes. Over TLS in pieces of 1 MiB, as Python's own have 8 KiB."""
+        """Sends a range of a file, and returns the number of bytes. Over TLS, Python's own `sendfile` uses 8 KiB pieces."""
         connection: socket.socket = self.connection
         if not isinstance(connection, ssl.SSLSocket):
             return connection.sendfile(file, offset, length)

@@ -1,4 +1,4 @@
-"""The agent's Unix socket: the node's own ranks submit shards as descriptors of their memory, and report what they did."""
+"""The agent's Unix socket, on which ranks submit shards, as descriptors of memory, and reports of saves and loads."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ from replicated_ckpt.stores.threads import start_worker, translate_any
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256  # one thread each; ranks beyond it wait in the kernel's queue
-_PAUSE_S = 0.3  # out of descriptors accept() fails at once: the loop would take a processor
+_PAUSE_S = 0.3  # without free descriptors accept() fails at once, and the loop would take a whole processor
 
 
 class UnixSocketServer:
@@ -51,7 +51,7 @@ class UnixSocketServer:
 
     def _accept(self) -> None:
         while True:
-            # Before accept(): a connection that is accepted holds descriptors of this process.
+            # Before accept(): an accepted connection holds a descriptor of this process.
             self._slots.acquire()
             try:
                 connection, _ = self._listener.accept()
@@ -68,10 +68,10 @@ class UnixSocketServer:
                 self._refuse(connection, exc)
 
     def _refuse(self, connection: socket.socket, exc: StoreUnavailable) -> None:
-        """Refuses a rank, which then writes its shard itself. Its message is not read, because it may be long."""
+        """Refuses a rank, which then writes its shard itself. The rank's message is not read: it may be long."""
         log.warning("a rank that submits a shard is refused: %s", exc)
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_PAUSE_S)  # this is the accepting thread: no rank may hold it up
+            connection.settimeout(_PAUSE_S)  # the accepting thread runs this: no rank may hold it up
             send_message(connection, _refusal(exc))
 
     def _serve(self, connection: socket.socket) -> None:
@@ -97,21 +97,21 @@ class UnixSocketServer:
             return
         with contextlib.suppress(OSError):  # the rank may be gone
             send_message(connection, {"state": "taken"})
-            self._tell_end(connection, future)
-        # Also where the rank has died: its shard is in this agent's hands, and its save is settled below.
+            self._send_result(connection, future)
+        # Even if the rank has died: the agent has its memory, writes the shard, and settles the save below.
         wait([future])
         self._wait_for_leave(connection)
         follow_stale_save(self._service, str(fields["copies"]["save_id"]))
 
     def _take_report(self, fields: Any, descriptors: list[int]) -> None:
-        """A rank has ended its save or load. It waits for no answer."""
+        """Takes the report of a rank that has ended its save or load. The rank waits for no answer."""
         for descriptor in descriptors:
             os.close(descriptor)
         try:
             with parsing("A rank sent no report of a save or load"):
                 report = RankReport.from_json(fields)
         except PeerProtocolError as exc:
-            log.warning("%s", exc)  # the rank waits for no answer
+            log.warning("%s", exc)
             return
         self._on_report(report)
 
@@ -125,23 +125,25 @@ class UnixSocketServer:
     def _begin(
         self, connection: socket.socket, fields: dict[str, Any], descriptors: list[int]
     ) -> "Future[WrittenCopies]":
-        """Raises ConnectionAbortedError: the rank no longer waits, because this agent hung, and writes the shard
-        itself.
+        """Begins to write a shard.
+
+        Raises:
+            ConnectionAbortedError: this agent hung, and the rank, which no longer waits, writes the shard itself.
         """
         try:
-            # After a long stop the rank may have written the shard itself: two writers of one file.
+            # Otherwise, after a hang of this agent, both it and the rank would write the file.
             require_asker(connection)
             with parsing("No shard is submitted"):
                 shard = SubmittedShard.from_json(fields, len(descriptors))
             self._service.check_open(shard.copies.save_id)
         except BaseException:
-            # They are open in this process by now: leaked, they would keep the rank's memory in use.
+            # These descriptors are open in this process: if they stayed open, the rank's memory would stay in use.
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
         return self._service.submissions.take_shard(shard, descriptors)
 
-    def _tell_end(self, connection: socket.socket, future: "Future[WrittenCopies]") -> None:
+    def _send_result(self, connection: socket.socket, future: "Future[WrittenCopies]") -> None:
         """Sends a sign of life once a second, and then the result."""
         while not wait([future], INTERVAL_S).done:
             send_message(connection, {"state": "working"})

@@ -1,4 +1,4 @@
-"""The audit: every node reads all its files. The result lists damage, and the plan that repairs it. Changes nothing."""
+"""The audit: every node reads all its files. Its result lists the damage, and the plan that repairs it. Changes nothing."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeReading:
-    """The result of one node's full read: findings, and all that it holds.
+    """The result of one node's full read: what is damaged, and what the node holds.
 
-    `silent`: the last known holdings of nodes that do not answer that node.
+    `silent`: the last known holdings of nodes that do not answer this node.
     """
 
     node_id: str
@@ -76,12 +76,12 @@ class Audit:
 
     @property
     def silent_nodes(self) -> frozenset[str]:
-        """The nodes that did not answer. To ask them again would cost a time-out each."""
+        """The nodes that did not answer. Another request to one of them would cost a time-out."""
         return frozenset(address.node_id for address in self.silent)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings. A copy that is missing on an intended node is left out if enough others exist."""
+        """All findings, without missing copies of shards that have enough others."""
         return tuple(
             finding
             for reading in self.readings
@@ -103,9 +103,9 @@ class Audit:
 
 
 class Auditor:
-    """Lets the agents of all nodes read their stores at once. If no agent runs on this node, this process reads its store.
+    """Has the agents of all nodes read their stores at once. If no agent runs on this node, this process reads its store.
 
-    Afterwards the agents mend damaged files like those that a reader reports.
+    Afterwards each agent repairs the damaged files of its node, as it does after a load has reported a file.
     """
 
     def __init__(self, store: LocalStore, lost: Collection[str] = (), peers: PeerBook | None = None) -> None:
@@ -117,7 +117,7 @@ class Auditor:
         self._own_bytes = 0
 
     def audit(self, checkpoint_id: str | None = None) -> Audit:
-        """Audits one checkpoint, or all. `lost` nodes count for nothing; other silent nodes count as holding their part.
+        """Audits one checkpoint, or all. Nodes in `lost` hold nothing; other silent nodes are assumed to hold their part.
 
         Raises:
             StoreError: the node's own store cannot be read.
@@ -135,7 +135,7 @@ class Auditor:
         readings = tuple(outcome.results[node] for node in sorted(outcome.results))
         silent = {addresses[node]: error for node, error in sorted(outcome.errors.items())}
         views = self._views(readings, list(silent))
-        # Unbounded: a user waits for one full answer, and the bound is for agents that ask for ever.
+        # Unbounded: a user waits for one complete answer. The bound protects agents, which run for months.
         manifests = ManifestBook(self._store, self._node_id, self._peers, is_bounded=False).of(views)
         return Audit(readings, silent, manifests, _plan(manifests, views))
 
@@ -150,7 +150,7 @@ class Auditor:
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
         endpoint = listening_endpoint(self._store.root_agent_directory())
-        # The agent knows what is damaged; and two full reads of one disk would slow each other down.
+        # The agent has a record of damaged files. And a second full read of the disk at the same time would slow it down.
         if endpoint is not None and endpoint.node_id == self._node_id:
             try:
                 return _ask_agent(endpoint.local_address(), checkpoint_id)
@@ -170,11 +170,11 @@ class Auditor:
         views = [found.held.view_of(found.node_id) for found in readings]
         held: dict[str, list[Holding]] = {}
         for found in reversed(readings):
-            # Of several answers about a silent node the first node's counts: each audit then makes the same plan.
+            # Several nodes may report on a silent node. The report of the first is used, so that each audit plans alike.
             held |= {node: [one for one in found.silent if one.node_id == node] for node in found.silent_nodes}
         for peer in silent:
             last = tuple(held[peer.node_id]) if peer.node_id in held else None
-            # Unreachable is neither missing nor intact: no copy of it is counted, and none replaced.
+            # Its copies are neither counted as intact nor replaced as lost.
             views.append(NodeView(peer.node_id, Presence.ASSUMED, last))
         return views
 
@@ -189,7 +189,7 @@ def read_node_report(store: LocalStore) -> NodeReport:
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
     retired, removed = find_retired(manifests, views), find_removed(views)
     plan = plan_repair(manifests, views, going=retired | removed)
-    # The common case: the second plan below costs as much as the first.
+    # The common case ends here: the second plan below costs as much as the first.
     if not removed & manifests.keys():
         return plan
     return replace(plan, short=(*plan.short, *_find_lost(manifests, views, retired, removed)))
@@ -198,7 +198,7 @@ def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> Repai
 def _find_lost(
     manifests: Mapping[str, Manifest], views: Sequence[NodeView], retired: Collection[str], removed: Collection[str]
 ) -> Iterator[ShortShard]:
-    """Lost shards of saves that a user has removed on some node; not those that the removal itself deleted."""
+    """Lost shards of saves that a user has removed on some nodes, without those shards that the removal itself deleted."""
     for short in plan_repair(manifests, views, going=retired).lost:
         manifest = manifests.get(short.save_id)
         if short.save_id in removed and manifest is not None and manifest.checkpoint_id == short.checkpoint_id:
@@ -208,7 +208,7 @@ def _find_lost(
 
 
 def is_removed_everywhere(manifest: Manifest, name: str, removed_on: Collection[str]) -> bool:
-    """Whether the save was removed by hand on every intended holder of the file."""
+    """Whether a user has removed the save on every node that should have the file."""
     entry = manifest.shards.get(name)
     holders = {node.node_id for node in manifest.nodes} if entry is None else set(entry.holders)
     return holders <= set(removed_on)

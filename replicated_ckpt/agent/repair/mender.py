@@ -41,7 +41,7 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
-_SESSION = "repair"  # no rank has this session, so none ends this save by going on to another
+_SESSION = "repair"  # not a rank's: a rank's next save would abort an open save of its own session
 
 
 class Mender:
@@ -62,12 +62,12 @@ class Mender:
         """Does one action of a plan.
 
         Raises:
-            ReplicatedCkptError: it failed, and no file has changed. Stopped: the agent is leaving.
+            ReplicatedCkptError: it failed, and no file has changed. Stopped: the agent exits.
         """
         with translate_errors(str(self._store.root), "mend", action.checkpoint_id):
             match action:
                 case RestoreManifest():
-                    # Files of the save may lie here under a damaged manifest: they are kept, and not copied again.
+                    # Files of the save may lie here under a damaged manifest. They stay, and are not copied again.
                     if not self._restore_in_place(action):
                         self._take_over(action)
                 case CopyShard():
@@ -76,10 +76,11 @@ class Mender:
                     self._set_aside(action)
 
     def examine(self, checkpoint_id: str, save_id: str, name: str) -> Finding | None:
-        """Reads a suspect file, records the result, and returns the finding, if any. Changes no file.
+        """Reads a file that may be bad, records the result, and returns the finding, if any. Changes no file.
 
         Raises:
-            ObjectMissing: the checkpoint was removed, or is of another save now. StoreError. Stopped
+            ObjectMissing: the checkpoint was removed, or is of another save now. StoreError: the file cannot be read.
+            Stopped: the agent exits.
         """
         with open_committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
             return self._examine(directory, manifest, name)
@@ -91,7 +92,7 @@ class Mender:
         for holding in catalog.holdings(self._service.node_id):
             # A size costs one stat(): a file that was cut short is found without reading the store.
             place = holding.checkpoint_id, holding.save_id
-            with contextlib.suppress(ObjectMissing, ManifestInvalid):  # it may have gone meanwhile
+            with contextlib.suppress(ObjectMissing, ManifestInvalid):  # the save may have been removed meanwhile
                 shards = catalog.manifest_of(*place).shards
                 sizes = {name: size for name, size in holding.sizes.items() if name in shards}
                 found += [(*place, name) for name, size in sizes.items() if size != shards[name].size_bytes]
@@ -102,7 +103,7 @@ class Mender:
         self._pace.take(size_bytes)
 
     def _fetch(self, size_bytes: int) -> None:
-        """Before each piece of a copy. A command that waits for the copies prints the sum."""
+        """Waits for the pace before a piece of a copy, and counts its bytes. A command that waits prints the sum."""
         self._take(size_bytes)
         self.bytes_fetched += size_bytes
 
@@ -125,7 +126,7 @@ class Mender:
         return finding
 
     def _refuse_removed(self, checkpoint_id: str, manifest: Manifest) -> None:
-        """Raises SaveAborted: this node's user has removed the save. A copy would count as restored by the user.
+        """Raises SaveAborted: this node's user has removed the save, and a copy would look as if the user restored it.
 
         A directory that a user renamed, or copied under another name, does not count as removed.
         """
@@ -136,27 +137,27 @@ class Mender:
             )
 
     def _restore_in_place(self, action: RestoreManifest) -> bool:
-        """Restores the manifest and metadata of a save whose files are here; False if there are none of this save.
+        """Restores the manifest and metadata of a save whose files are here. False: no file of this save is here.
 
         If the manifest is damaged or missing, the plan has identified the save by its files' checksums. No file is moved:
-        a damaged one may hold the last copy of a block. The manifest is written last, so a crash changes nothing.
+        a damaged file may hold the last copy of a block. The manifest is written last, so a crash changes nothing.
 
         Raises:
-            ManifestVersionUnknown: it is a newer version's, and stays as it is.
+            ManifestVersionUnknown: a newer version of this package wrote the manifest, which stays as it is.
         """
         catalog = self._store.catalog
         if action.save_id in {manifest.save_id for manifest in catalog.replaced_in(catalog.look(action.checkpoint_id))}:
             with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (version, manifest):
                 if (problem := self._restore_metadata(version, action, manifest)) is not None:
                     raise problem
-            return catalog.look(action.checkpoint_id).has_manifest  # else the name is free for it
+            return catalog.look(action.checkpoint_id).has_manifest  # if False, the save can get its name back
         if not is_directory(self._store.final(action.checkpoint_id)):
             return False
         with open_directory(self._store.root, action.checkpoint_id) as opened:
             own, why = _manifest_in(opened)
             if own is not None and own.save_id != action.save_id:
                 return False
-            # Every file here belongs to a version with a manifest: of the lost save nothing is left.
+            # Every file here belongs to a version with a manifest, so nothing of the lost save is left.
             if not set(opened.names()) - catalog.list_claimed(action.checkpoint_id):
                 return False
             directory = opened.of_save(action.save_id)
@@ -166,13 +167,13 @@ class Mender:
                 else (own, b"")
             )
             self._refuse_removed(action.checkpoint_id, manifest)
-            # The manifest comes last: a crash before it leaves what was there, and the next plan finds it again.
+            # The manifest is written last: after an earlier crash, the next plan makes the same action again.
             problem = self._restore_metadata(directory, action, manifest)
             if own is None:
                 if not self._put_manifest(directory, raw_manifest):
                     return False
                 log.warning("%s: manifest restored: %s", directory.checkpoint_id, why)
-                # Until now no checksum was known for them: damage must not be counted as copies.
+                # Until now there was no checksum for the shards: damaged ones must not count as copies.
                 for shard in directory.shards():
                     self._examine(directory, manifest, shard)
         if problem is not None:
@@ -210,20 +211,20 @@ class Mender:
         # A newer save may have been published since the plan was made: it stays (I4).
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
-        # A thread that settles this save at the same time would remove what is staged here.
+        # Under the lock: a thread that settles this save at the same time would remove the files staged here.
         with self._service.completing:
             self._refuse_removed(action.checkpoint_id, manifest)
             self._refuse_while_saved(action)
             self._store.begin(
                 Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_other_runs=False
             )
-            # The manifest last: with it the save counts as decided, and must be complete.
+            # The manifest last: with a manifest, the save counts as decided and must be complete.
             self._store.put_small(action.save_id, METADATA_NAME, metadata)
             self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
             try:
                 self._service.commit(action.save_id)
             except SaveSuperseded:  # another node has published meanwhile
-                # Shards that were staged before may be the only copies: the save then stays in doubt.
+                # Shards that ranks staged earlier may be the only copies. A save with such shards stays in doubt.
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
                     self._store.abort(action.save_id)
                 raise
@@ -232,7 +233,7 @@ class Mender:
     def _refuse_while_saved(self, action: RestoreManifest) -> None:
         """Raises StoreUnavailable while ranks of this node save under the same name.
 
-        Their save was opened without the version that would be published here, so it could not replace that.
+        Their save was opened before the version that would be published here, so it could not replace that version.
         """
         for intent in self._store.list_staged():
             is_other = intent.checkpoint_id == action.checkpoint_id and intent.save_id != action.save_id
@@ -250,7 +251,7 @@ class Mender:
 
     def _set_aside(self, action: SetAside) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
-            # Asked of the manifest again: a plan that is out of date must not move a shard that counts.
+            # The plan may be out of date: a shard that the manifest names is not moved.
             if action.shard not in manifest.shards:
                 directory.set_aside(action.shard, f"the manifest of save {action.save_id} has no such shard")
 
@@ -261,9 +262,9 @@ class Mender:
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
             self._check_room(action, entry)
-            # On a read-only disk the copy would fail only after all its bytes have crossed the network.
+            # Checked first: on a read-only disk the copy would fail only after all its bytes were sent.
             directory.check_writable()
-            # An earlier round, or the user, may have brought it: an intact file is not copied over.
+            # An earlier round, or the user, may have restored it: an intact file is not replaced.
             if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
@@ -272,7 +273,7 @@ class Mender:
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink.create(path, recycled=RecycledFiles(self._store.root), shard=action.shard)
                     pull_shard(sources, action.shard, sink, self._fetch, hint)
-                # Verified and durable by now: after a power loss the name must not lead to half a shard.
+                # Named only when verified and durable: after a power loss the name must not lead to half a shard.
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")
         self.bytes_copied += entry.size_bytes
@@ -287,7 +288,7 @@ class Mender:
             raise StoreFull(str(root), "copy", f"{action.checkpoint_id}/{action.shard}", detail)
 
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:
-        """The peers, and then this node's own damaged file: it may hold the last copy of a block."""
+        """The peers, and last this node's own damaged file, which may hold the last copy of a block."""
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [
             Source(address.node_id, expected, partial(self._at_peer, action, address))
@@ -307,19 +308,19 @@ class Mender:
     def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
         """Logs an error of a source, and reports a corrupt copy to its node."""
         log.warning("copy of %s/%s on node %s: %s", action.checkpoint_id, action.shard, node_id, error)
-        # A source that is slow or away has no bad copy: reading it all again would find nothing.
+        # Other errors, of a slow or silent source, are no sign of a bad copy.
         if isinstance(error, ObjectCorrupt):
             for address in self._addresses((node_id,)):
                 tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
 
     def _sources_known(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
-        """The addresses of the sources of an action that this node has met.
+        """The addresses of those nodes, the sources of an action, that this node's address book has.
 
         Raises:
-            StoreUnavailable: it has met none of them, and is not a source itself; another node has made this plan.
+            StoreUnavailable: the address book has none of them, and this node is not a source itself.
         """
         known = self._addresses(nodes)
-        # Another node's plan may name nodes that this one never met: that is not damage here.
+        # Another node has made this plan, and may know nodes that no job has introduced here.
         if nodes and not known and self._service.node_id not in nodes:
             raise StoreUnavailable(
                 f"the address book of node {self._service.node_id}",
@@ -336,7 +337,7 @@ class Mender:
 
 
 def _bring_back(manifest: Manifest, entry: ShardEntry, sources: Sequence[str]) -> str:
-    """The hint if the copies at `sources`, which answer, are not enough. It names the other intended holders."""
+    """The hint if the copies at `sources`, which answer, are not enough. It names the other nodes that should have one."""
     hosts = {node.node_id: node.host for node in manifest.nodes}
     others = [f"{node} ({hosts.get(node, 'host unknown')})" for node in entry.holders if node not in sources]
     if not others:
@@ -355,12 +356,13 @@ def _manifest_in(directory: Committed) -> tuple[Manifest | None, str]:
 
 
 def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hint: str | None = None) -> None:
-    """Copies a shard into a file, every block verified. The file is whole and durable afterwards, or not there.
+    """Copies a shard into a file, every block verified. Afterwards the file is complete and durable, or does not exist.
 
-    `hint`: the next step where no source has it.
+    `hint`: the next step if no source has the shard.
 
     Raises:
-        StoreUnavailable: no source could be opened. ObjectCorrupt: some bytes are intact nowhere. StoreFull, StoreError
+        StoreUnavailable: no source could be opened. ObjectCorrupt: no source has intact copies of some bytes. StoreFull,
+            StoreError: of the node's own disk.
     """
     with sink:
         opened = sources.any_opened()
@@ -380,7 +382,7 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
 
 
 def find_damaged(service: NodeService) -> tuple[Removal, ...]:
-    """The replaced versions here with an invalid manifest; the save id is in the file's name.
+    """The replaced versions on this node whose manifest is damaged. The manifest's file name has the save id.
 
     Raises:
         StoreError: the node's own store cannot be read.
@@ -402,7 +404,7 @@ def find_damaged(service: NodeService) -> tuple[Removal, ...]:
 def restore_replaced(
     service: NodeService, damaged: Sequence[Removal], manifests: Mapping[str, Manifest], others: Sequence[NodeView]
 ) -> bool:
-    """Restores the manifest of each damaged version from another node; returns whether any was restored."""
+    """Restores the manifest of each version in `damaged` from another node; returns whether any was restored."""
     is_any = False
     for one in damaged:
         manifest = manifests.get(one.save_id)

@@ -1,4 +1,4 @@
-"""Re-protection: in the background, every committed checkpoint gets its number of copies again."""
+"""Re-protection: a background thread that restores the number of copies of every committed checkpoint."""
 
 import logging
 import threading
@@ -41,17 +41,16 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 
 RETRY_S = 900.0
-"""Between two tries of a copy for which no node has intact bytes: each try reads whole shards on several nodes."""
+"""Pause before the next try of a copy for which no node has intact bytes: a try reads whole shards on several nodes."""
 
 _Place = tuple[str, str]
 
 
 class DeferredActions:
-    """Planned actions that this node puts off. One thread.
+    """Planned actions that this node puts off. For use by one thread.
 
-    A user who deletes a checkpoint on every node does so on one after the other. So after a save has vanished from this
-    node's disk, this node does not copy it back for `lost_after_s` seconds. An action for which no node had intact bytes
-    waits RETRY_S.
+    A user may delete a checkpoint on all nodes, one after the other. So when a save has vanished from this node's disk, the
+    node does not copy it back for `lost_after_s` seconds. An action for which no node had intact bytes waits RETRY_S.
     """
 
     def __init__(self, lost_after_s: float, clock: Callable[[], float]) -> None:
@@ -62,7 +61,7 @@ class DeferredActions:
         self._failed: dict[Action, tuple[float, str]] = {}
 
     def look(self, holdings: Iterable[Holding], planned: Collection[Action]) -> None:
-        """Compares this node's holdings with the last look, and forgets failures of actions that are no longer planned."""
+        """Finds the saves that have vanished since the last call. Forgets the failures of actions that `planned` lacks."""
         now, held = self._clock(), {_place_of(holding) for holding in holdings}
         for place in self._held - held:
             self._gone_since.setdefault(place, now)
@@ -72,19 +71,19 @@ class DeferredActions:
             for place, since in self._gone_since.items()
             if place not in held and now - since < self._lost_after_s
         }
-        # Forgotten with the plan: a node that comes back may have intact bytes, and is asked at once.
+        # When a node with intact bytes comes back, the plan changes, and the new action is tried at once.
         self._failed = {action: failed for action, failed in self._failed.items() if action in planned}
 
     def is_removed_now(self, action: Action) -> bool:
-        """Whether the save was deleted here a moment ago. The action is done later, if other nodes still have the save."""
+        """Whether the save has vanished here within `lost_after_s`. If other nodes keep it, the action is done later."""
         return _place_of(action) in self._gone_since
 
     def note_failure(self, action: Action, why: str) -> None:
-        """No node has intact bytes for it."""
+        """Puts the action off: no node had intact bytes for it."""
         self._failed[action] = self._clock() + RETRY_S, why
 
     def why_not(self, action: Action) -> str:
-        """Why an action failed less than RETRY_S ago; "" if it is to be tried."""
+        """The error of an action that failed less than RETRY_S ago; "" if the action may be tried."""
         until, why = self._failed.get(action, (0.0, ""))
         return why if self._clock() < until else ""
 
@@ -97,20 +96,21 @@ PAUSE_S = 2.0
 FIRST_PAUSE_S = 0.1
 IDLE_PAUSE_S = 15.0
 _FIRST_PER_NODE_S, _IDLE_PER_NODE_S = 0.002, 0.05
-"""With more nodes the pause grows, so that an agent answers about the same number of questions a second."""
+"""The pause grows with the number of nodes, so that an agent answers about as many requests a second."""
 
 RESTS_PER_ROUND = 4.0
 """After a round that copied nothing, its thread rests this many times the processor time of the round.
 
-A round looks at every checkpoint, and each save wakes the thread. Without the rest each checkpoint would make saves dearer.
+A round looks at every checkpoint, and each save wakes the thread. Without the rest, saves would slow down with each
+checkpoint that the node holds.
 """
 
 
 class Pauses:
-    """The pause of one thread after each round, unless it is woken before.
+    """The pause of the thread after each round, unless something wakes it earlier.
 
-    While there is work: FIRST_PAUSE_S after the round that it was woken for, then doubled each time, up to PAUSE_S.
-    Otherwise `idle_s`, which also bounds the pauses above.
+    While there is work, the pause is FIRST_PAUSE_S after the round that the thread was woken for, and doubles each time, up
+    to PAUSE_S. Otherwise it is `idle_s`. No pause with work is longer than `idle_s`.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -118,7 +118,7 @@ class Pauses:
         self._next_s = PAUSE_S
 
     def begin_round(self, nodes: int) -> None:
-        """A round begins, for an event that woke the thread."""
+        """A round begins because an event has woken the thread: the next pause is short again."""
         self._next_s = min(PAUSE_S, max(FIRST_PAUSE_S, _FIRST_PER_NODE_S * nodes))
 
     def after(self, nodes: int, *, is_active: bool) -> float:
@@ -133,8 +133,9 @@ class Pauses:
 class Protection:
     """The result of one round. `is_complete`: every checkpoint has all its copies, and no silent node is in doubt.
 
-    `planned`: actions of all nodes together. `failed`: this node's failed actions, in words. `short`: shards with too few
-    copies and no node for more. `lost`: shards without any copy. `in_doubt`: a silent node does not count as lost yet.
+    `planned`: number of actions of all nodes together. `done`: of this node's. `failed`: the errors of this node's actions.
+    `short`: number of shards with too few copies, for which no node can take another one. `lost`: number of shards without
+    any copy. `in_doubt`: a silent node does not count as lost yet.
     """
 
     is_complete: bool
@@ -146,14 +147,14 @@ class Protection:
     in_doubt: bool = False
 
 
-STALE_ROUNDS_MAX = 10  # rounds with the same plan: what could be done is done
+STALE_ROUNDS_MAX = 10  # rounds with the same plan: by then all possible actions are done
 STALE_SAVE_GRACE_S = 60.0
 SUSPECTS_MAX = 4096  # any peer may name files: the queue stays bounded
 LOAD_FIRST_S = 0.3
-"""Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
+"""A round competes with the load for processors. With two processors for four ranks, a load took up to a fifth longer."""
 _NOT_PLANNED = (
-    "this node's own plan does not have that action, so it takes no such order from another node. Run the command on this "
-    "node's host"
+    "this node's own plan does not have that action, so it refuses the action from another node's plan. Run the command "
+    "on this node's host"
 )
 
 Outcome: TypeAlias = tuple[Action, str]
@@ -163,7 +164,7 @@ class Reprotector:
     """One thread that looks at all nodes, plans, and does this node's part: when woken, and every `idle_pause_s`.
 
     All nodes make the same plan from the same holdings, so no node is in charge. The collector removes superseded and
-    retired saves. Nothing else is deleted: if a node returns after it counted as lost, there is one copy more.
+    retired saves, and nothing else is deleted: a node that returns after it counted as lost leaves extra copies.
     `node_report` returns this node's report for the other nodes. `round` may also be called directly, without the thread.
     """
 
@@ -211,24 +212,24 @@ class Reprotector:
         self._woken.set()
 
     def wake_for_load(self) -> None:
-        """As `wake`, for a load that begins: the round waits LOAD_FIRST_S, unless something else wakes the thread."""
+        """As `wake`, when a load begins: the round waits LOAD_FIRST_S, unless something else wakes the thread."""
         self._loads.set()
         self.wake()
 
     def join(self) -> None:
-        """Waits up to PAUSE_S for the thread, after `stopping` was set. A longer request ends with the process."""
+        """Waits up to PAUSE_S for the thread, after `stopping` was set. A thread that hangs ends with the process."""
         self._woken.set()
         self._thread.join(PAUSE_S)
 
     def suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
-        """Queues a file to be read again soon, and mended if it is bad. Cheap; from any thread.
+        """Queues a file that the thread reads again soon, and repairs if it is bad. Cheap; call it from any thread.
 
-        A file that is known to be bad is being mended already, and is not queued.
+        A file that is known to be bad is being repaired already, and is not queued.
         """
         # A load on a thousand ranks reports the same file a thousand times.
         if self._service.damage.is_known(checkpoint_id, save_id, name):
             return
-        log.info("reads again, as a peer reported it as bad: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
+        log.info("reads %s/%s of save %s again, which was reported as bad: %s", checkpoint_id, name, save_id, why)
         self._suspects.append((checkpoint_id, save_id, name))
         self.wake()
 
@@ -238,12 +239,12 @@ class Reprotector:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is work, or will be soon: the agent then stays."""
+        """Whether there is work, or will be soon. An agent with work does not exit as idle."""
         return self._busy.is_set()
 
     @property
     def bytes_fetched(self) -> int:
-        """The bytes of copies since the agent started, with those of copies that are under way or have failed."""
+        """The bytes fetched for copies since the agent started, also for copies that are under way or have failed."""
         return self._mender.bytes_fetched
 
     def status(self) -> Mapping[str, object]:
@@ -256,20 +257,20 @@ class Reprotector:
         }
 
     def carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
-        """Does this node's part of a plan on the thread of re-protection, and waits; returns each action's error, or "".
+        """Has the thread of re-protection do this node's part of a plan, and waits. Returns each action's error, or "".
 
-        `may_replace`: the plan may publish a save in place of another one. Otherwise that is done only if this node makes
-        the same plan from its own look at all nodes.
+        `may_replace`: the plan may publish a save in place of another one. Without it, such an action is done only if this
+        node makes the same plan from its own look at all nodes.
 
         Raises:
-            StoreUnavailable: the agent is leaving; some of it may have been done. ReplicatedCkptError: this node could not
-                look at its own store; nothing was done.
+            StoreUnavailable: the agent exits; some actions may have been done. ReplicatedCkptError: this node could not
+                read its own store; nothing was done.
         """
         order: Future[list[Outcome]] = Future()
-        # One thread changes checkpoints: two at once would each act on a look that the other has outdated.
+        # One thread changes checkpoints: with two, each would act on a state that the other has changed since.
         self._orders.append((part, may_replace, order))
         self.wake()
-        # In short waits: the thread that does orders ends when the agent leaves.
+        # Short waits: the thread that does the actions ends when the agent exits, and this call must notice it.
         while not wait([order], PAUSE_S).done:
             if self._stopping.is_set():
                 raise StoreUnavailable("this node", "repair", "", "its agent is about to exit")
@@ -303,13 +304,13 @@ class Reprotector:
             is_active = self._is_active(self.last)
             if not self.last.done:
                 self._rest(RESTS_PER_ROUND * (time.thread_time() - began))
-            # Woken during the round: there is work, and an idle agent would leave without doing it.
+            # If the thread was woken during the round there is work, and an idle agent must not exit before it.
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
             self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
 
     def _rest(self, seconds: float) -> None:
-        """Sleeps for this time. Only an order, or the end of the agent, interrupts it."""
+        """Sleeps for this time, unless `carry_out` is called or the agent exits."""
         until = self._clock() + seconds
         while not self._orders and (left := until - self._clock()) > 0:
             if self._stopping.wait(min(left, FIRST_PAUSE_S)):
@@ -322,19 +323,19 @@ class Reprotector:
         """Looks at all nodes, plans, and does this node's part.
 
         Raises:
-            StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
+            StoreError: the node's own store cannot be read. Stopped: the agent exits.
         """
-        # Before the look: a file that is bad must not count as a copy in this round's plan.
+        # Before the look: a bad file must not count as a copy in this round's plan.
         self._read_suspects()
         self._settle_stale_saves()
-        # Before the look: a policy that comes later may be judged only by answers that come later still.
+        # Read before the look: a policy may be applied only to answers that were given after it.
         policies = self._service.policies.read_all()
         manifests, (own, *others) = self._look()
         if self._stopping.is_set():
             raise Stopped
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         for view in others:
-            # What this node saves next must be newer than any save that a peer holds.
+            # This node's next save must be newer than any save that a peer holds.
             told = histories_of(holding.version for holding in view.holdings or ())
             self._service.learn_sequences(
                 {lineage: history.sequence for lineage, history in told.items()}, view.node_id
@@ -344,7 +345,7 @@ class Reprotector:
         damaged = find_damaged(self._service)
         is_restored = restore_replaced(self._service, damaged, manifests, others)
         going, is_removed = self._collector.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
-        if is_restored or is_removed:  # a name may be free now for another run's checkpoint
+        if is_restored or is_removed:  # a name may now be free for another run's checkpoint
             own = replace(own, holdings=self._service.holdings(), unclaimed=self._service.unclaimed.find_files())
         views = (own, *others)
         self.seen = Look(manifests, views, going)
@@ -354,9 +355,9 @@ class Reprotector:
         self._collector.drop_superseded(
             without_retired(manifests, going),
             views,
-            # A version without a manifest may hold the last copy of a shard: it goes when all else is complete.
+            # A version without a manifest may hold the last copy of a shard, so it is removed only after all is complete.
             damaged=damaged if is_complete and not is_restored else (),
-            # What is kept here may take the very room that the missing copies need.
+            # The superseded saves may take the room that the missing copies need.
             is_stuck=self._stale[1] >= STALE_ROUNDS_MAX
             and not (in_doubt or any(view.node_report.is_busy for view in others)),
         )
@@ -368,14 +369,14 @@ class Reprotector:
             in_doubt=in_doubt,
         )
         if self._is_active(found):
-            self._busy.set()  # before the work begins: this round may be one at rest, which nothing has woken
+            self._busy.set()  # before the work begins: no event may have woken the thread for this round
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = replace(found, done=done, failed=(*self._collector.failed, *failed))
         self._log_found(found, plan)
         return found
 
     def _remove_meanwhile(self) -> None:
-        """Runs the collector during a long copy, as often as at rest: jobs continue to save, and the disk would fill."""
+        """Runs the collector during a long copy, as often as when idle: jobs go on saving, and the disk would fill."""
         if self._clock() < self._look_again_at:
             return
         try:
@@ -403,7 +404,7 @@ class Reprotector:
         self._suspects.extend(refused)
 
     def _settle_stale_saves(self) -> None:
-        """Settles stale saves and removes stale files. An error of the disk is logged: copies are made all the same."""
+        """Settles stale saves and removes stale files. An error of the disk is logged, and the round goes on."""
         try:
             self._service.store.tidy(is_alone=True)  # no other thread adds files to checkpoints
             sweep(self._service.store.root_agent_directory())
@@ -434,7 +435,7 @@ class Reprotector:
                 )
             except Stopped:
                 raise
-            except Exception as exc:  # noqa: BLE001 - the thread that gave the order gets it
+            except Exception as exc:  # noqa: BLE001 - the thread that called `carry_out` raises it
                 order.set_exception(exc)
 
     def _not_planned_here(self, restored: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
@@ -445,7 +446,7 @@ class Reprotector:
         return refuse_unplanned(others, plan_repair(*self._look(), self._service.node_id).restore)
 
     def _try(self, action: Action) -> str:
-        """Does one action; why it could not be done, or ""."""
+        """Does one action. Returns its error, or ""."""
         if self._stopping.is_set():
             raise Stopped
         try:
@@ -453,21 +454,21 @@ class Reprotector:
         except ReplicatedCkptError as exc:
             self._service.figures.count_error("repair", exc)
             log.warning("not done: %s: %s", one_line(action), one_line(exc))
-            # No node has intact bytes: each try reads whole shards on several nodes, so it waits.
+            # No node has intact bytes. The action waits, because a try reads whole shards on several nodes.
             if isinstance(exc, ObjectCorrupt):
                 self._deferred.note_failure(action, one_line(exc))
             return one_line(exc)
         return ""
 
     def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
-        """Carries out a part of a plan. Returns the number of actions done, and the errors of failed ones.
+        """Carries out a part of a plan. Returns the number of actions done, and the errors of the failed ones.
 
-        After a long time it stops, and the rest is planned again: the copies of a newer save come first.
+        After a long time the rest is left to a new plan, in which the copies of a newer save come first.
         """
         self._deferred.look(self._service.holdings(), part.actions)
         done, failed, until = 0, list[str](), self._look_again_at
         for action in part.actions:
-            # A user who deletes a directory on every node must not race with the others' copies of it.
+            # A user may be deleting the checkpoint on every node: this node must not copy it back meanwhile.
             if self._deferred.is_removed_now(action):
                 continue
             if error := self._deferred.why_not(action) or self._try(action):
@@ -480,11 +481,12 @@ class Reprotector:
         return done, failed
 
     def _log_found(self, found: Protection, plan: RepairPlan) -> None:
-        is_real = bool(found.done or found.failed or self._stale[1])  # else nodes may be publishing just now
-        if found.planned and is_real and self._began_at is None:
+        # A first plan may only show that nodes are publishing a save at this moment.
+        is_confirmed = bool(found.done or found.failed or self._stale[1])
+        if found.planned and is_confirmed and self._began_at is None:
             self._began_at = self._clock()
             log.info("re-protection: %d copies or checkpoints are missing, on all nodes together", found.planned)
-        # Once for each plan: the same shortage would be logged in every round.
+        # Logged once for each plan, not in every round.
         if self._stale[1] == 1:
             for short in plan.short:
                 log.warning("re-protection: nothing can be done now for %s", short)

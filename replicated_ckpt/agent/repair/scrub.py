@@ -1,4 +1,4 @@
-"""The scrub: reads this node's disk at a set pace, so that damaged files are mended before they are needed."""
+"""The scrub: reads this node's disk at a set pace, so that damaged files are repaired before a load needs them."""
 
 import logging
 import threading
@@ -33,7 +33,7 @@ class Scrubbed:
 
 
 class Scrubber:
-    """One thread. It pauses while a save is staged here. After a restart it continues at the same place.
+    """One thread, which pauses while ranks write a save here. After a restart it continues with the next checkpoint.
 
     `on_bad` is called for each file whose checksum fails; re-protection finds missing files. `damage` records the result
     for each checkpoint, and the progress of the pass.
@@ -84,9 +84,7 @@ class Scrubber:
                 log.exception("a defect in replicated_ckpt: the scrub stopped, and continues in %.0f s", pause_s)
 
     def scrub(self) -> Scrubbed:
-        """One pass over all checkpoints, starting after the last one of the previous pass. Returns the totals of all
-        passes.
-        """
+        """One pass over all checkpoints, which begins after the last one read. Returns the totals of all passes."""
         self.done = replace(self.done, is_running=True)
         try:
             self._scrub_all()
@@ -96,17 +94,17 @@ class Scrubber:
         return self.done
 
     def _scrub_all(self) -> None:
-        # An agent that is restarted often would else read the first checkpoints again and again.
+        # An agent that is restarted often would otherwise read the same first checkpoints again and again.
         after = self._damage.scrubbed_to
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
-            # Noted first: a checkpoint that ends the pass by an error comes last in the next one.
+            # Recorded first: if this checkpoint ends the pass with an error, the next pass reads it last.
             self._damage.note_scrubbed_to(checkpoint_id)
             inspector, note = Inspector(self._store, self._node_id, self._wait_for_pace), self._damage.begin_reading()
             try:
                 findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
             except StoreError as exc:
-                # Only what the system refuses to read now is skipped: a failing disk must be reported.
+                # Skipped only if the system refuses to read now, as without descriptors. A failing disk must be reported.
                 if not is_refusal(exc):
                     raise
                 log.error("scrub: %s is skipped: %s", checkpoint_id, exc)  # noqa: TRY400 - it explains itself
@@ -122,7 +120,7 @@ class Scrubber:
         self._damage.note_scrubbed_to("")
 
     def _wait_for_pace(self, size_bytes: int) -> None:
-        # A save comes first: the scrub would take the disk from it.
+        # A save comes first: the scrub would compete with it for the disk.
         while any(self._store.is_locked(intent.save_id) for intent in self._store.list_staged()):
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped

@@ -1,1 +1,1 @@
-"""State in ROOT/.agent that only an agent uses: where it listens, its tokens and their rights, its log."""
+"""State in ROOT/.agent that only an agent writes: where it listens, its tokens and their rights, its log."""

@@ -21,11 +21,11 @@ _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
 _STAYING_NAME = "staying"
-_LOOKS_S = 0.5
-"""A process that only tests a lock holds it for less than this."""
+_TEST_S = 0.5
+"""A process that tests whether a lock is free holds it for less than this."""
 LOCK_NAME = "lock"
 ALREADY_SERVED = 6
-"""Exit code of an agent that ranks have started, where another one holds the root."""
+"""Exit code of an agent that ranks have started, if another agent holds the lock of the root."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Identity:
-    """The parts of an agent that survive a restart: its tokens and, if free, its port. So peers still find it."""
+    """The parts of an agent that survive a restart, so that peers still find it: its tokens and, if free, its port."""
 
     token: str
     port: int
@@ -88,7 +88,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
     """The endpoint that the last agent wrote; None if there is none. That agent may be gone.
 
     Raises:
-        StoreDenied: another user can have written it.
+        StoreDenied: another user may have written it.
     """
     try:
         fields = json.loads(read_private(directory / _ENDPOINT_NAME))
@@ -102,20 +102,20 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             int(fields.get("incarnation", 0)),
             str(fields.get("tls_sha256", "")),
             str(fields["owner_token"]),
-            int(fields.get("protocol", 1)),  # older releases wrote none
+            int(fields.get("protocol", 1)),  # older releases did not write it
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def listening_endpoint(directory: Path) -> Endpoint | None:
-    """As `read_endpoint`; None if no process of this user alone listens on the endpoint's port.
+    """As `read_endpoint`; None if nothing listens on the endpoint's port, or a process of another user does.
 
     A killed agent leaves its endpoint file, and another process may listen on its port by now. That process must not get
     the token. If the endpoint has a certificate, the client checks the certificate instead.
 
     Raises:
-        StoreDenied: another user can have written the file.
+        StoreDenied: another user may have written the file.
     """
     endpoint = read_endpoint(directory)
     if endpoint is None or endpoint.tls_sha256:
@@ -127,12 +127,12 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
 def next_identity(directory: Path, node_id: str) -> Identity:
     """The identity of the agent that starts now. The agent stores it by `keep_identity`, for the next start.
 
-    If `node.json` was restored or removed, the store was another node before. The tokens of that node are not reused: its
-    peers would take this node's answers for those of the earlier node.
+    If `node.json` was replaced or removed, the store now has another node id, and this node gets new tokens. With the old
+    tokens, peers would take its answers for those of the earlier node.
 
     Raises:
-        StoreError: the system lacks the descriptors or memory to read the file. The file still has the tokens that peers
-            know, so no new ones are drawn.
+        StoreError: the system lacks the descriptors or memory to read the file. No new tokens are drawn: peers know those
+            in the file.
     """
     try:
         fields = json.loads(read_private(directory / _IDENTITY_NAME))
@@ -147,7 +147,7 @@ def next_identity(directory: Path, node_id: str) -> Identity:
         raise_shortage(exc, directory / _IDENTITY_NAME)
     except (ValueError, KeyError, TypeError):
         pass
-    return Identity.draw(int(time.time()), node_id)  # only a number that is larger than the last one is needed
+    return Identity.draw(int(time.time()), node_id)  # any number of starts that is larger than the lost one
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:
@@ -155,46 +155,46 @@ def keep_identity(directory: Path, identity: Identity) -> None:
 
 
 def remove_endpoint(directory: Path) -> None:
-    """Removes the endpoint file. If the disk refuses, it stays, and clients find no listener."""
+    """Removes the endpoint file. If the disk refuses, the file stays, and clients find that no agent listens."""
     with contextlib.suppress(OSError):
         (directory / _ENDPOINT_NAME).unlink()
 
 
 def root_lock(directory: Path, within_s: float = 0.0) -> FileLock | None:
-    """The lock that an agent of a root has for its whole life. None: another agent still has the lock after `within_s`."""
+    """The lock that the agent of a root holds while it runs. None: another agent still holds the lock after `within_s`."""
     return FileLock.take_within(directory / LOCK_NAME, within_s)
 
 
-def staying_lock(directory: Path) -> FileLock | None:
-    """The lock of an agent that no rank started, which takes it before it serves. An agent that ranks started then exits.
+def permanent_lock(directory: Path) -> FileLock | None:
+    """The lock of a permanent agent: one without `idle_exit_s`, which no rank started. None: another such agent holds it.
 
-    None: another agent that no rank started has the lock.
+    An agent that ranks started exits once it sees that the lock is held.
     """
-    return FileLock.take_within(directory / _STAYING_NAME, _LOOKS_S)
+    return FileLock.take_within(directory / _STAYING_NAME, _TEST_S)
 
 
-def has_one_to_stay(directory: Path) -> bool:
-    """Whether an agent that was started to stay serves the root, or waits for it. Creates no file.
+def has_permanent_agent(directory: Path) -> bool:
+    """Whether a permanent agent serves the root, or waits to serve it.
 
-    A lock shows it, as the two agents may be in different network namespaces. The disk may be full or read-only.
+    The two agents may be in different network namespaces, so a lock shows it. No file is created: the disk may be full.
     """
     return is_there(directory / _STAYING_NAME) and FileLock.is_taken(directory / _STAYING_NAME, shared=True)
 
 
 def is_free(directory: Path) -> bool:
-    """Whether no agent has the root's lock, serving or starting."""
+    """Whether no agent holds the root's lock. An agent that serves or starts holds it."""
     return not FileLock.is_taken(directory / LOCK_NAME)
 
 
 def client_lock(directory: Path, within_s: float) -> FileLock | None:
-    """The shared lock of each process that uses the agent. None: an agent that leaves still has it after `within_s`."""
+    """The shared lock of each process that uses the agent. None: an agent that exits still holds it after `within_s`."""
     return FileLock.take_within(directory / _CLIENTS_NAME, within_s, shared=True)
 
 
 def shut_out_clients(directory: Path) -> bool:
-    """Makes new clients wait until this process has ended; False if there is a client already.
+    """Takes the clients' lock until this process ends, so that no rank begins to use an agent that exits.
 
-    So no rank uses an agent that has just decided to leave.
+    False: there is a client already, and the lock was not taken.
     """
     return FileLock.acquire(directory / _CLIENTS_NAME) is not None
 
@@ -205,11 +205,11 @@ def has_clients(directory: Path) -> bool:
 
 
 class AlreadyServed(AgentUnavailable):
-    """Another agent has the root's lock, perhaps one that was just killed."""
+    """Another agent holds the root's lock. It may have been killed a moment ago."""
 
 
 def served_already(root: str, directory: Path) -> AlreadyServed:
-    """The error for a second agent of one root, with the way to end the first."""
+    """The error of a second agent of one root. Its hint has the command that ends the first agent."""
     endpoint = read_endpoint(directory)
     pid = "its pid" if endpoint is None else endpoint.pid
     shown = "" if endpoint is None else f" (pid {endpoint.pid})"

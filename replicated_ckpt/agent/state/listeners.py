@@ -1,4 +1,4 @@
-"""The processes that listen on a port of this host, as far as this user may see them: by netlink, or by /proc."""
+"""The processes that listen on a port of this host, as far as this user may see them. Read by netlink, or from /proc."""
 
 import errno
 import pwd
@@ -18,14 +18,14 @@ _DUMP_BY_FAMILY, _ERROR, _DONE = 20, 2, 3
 _REQUEST_AND_DUMP, _INTERRUPTED = 0x301, 0x10
 _LISTEN = 1 << 10
 _HEADER = struct.Struct("=IHHII")
-_QUESTION = struct.Struct("=BBBBI48x")
+_REQUEST = struct.Struct("=BBBBI48x")
 _ANSWER = struct.Struct("=4x2s46x12xII")
 _RECEIVE_BYTES = 1 << 18
 _TIMEOUT_S = 1.0
 
 
 class ListeningSocket(NamedTuple):
-    """One TCP socket: its port, the user whose it is, and the inode by which processes have it open."""
+    """One TCP socket: its port, the user who owns it, and the inode under which processes have it open."""
 
     port: int
     uid: int
@@ -36,21 +36,21 @@ def listening_sockets() -> list[ListeningSocket]:
     """All listening TCP sockets of this network namespace, of every user, IPv4 and IPv6.
 
     Raises:
-        OSError: the kernel, or the container, does not answer such questions.
+        OSError: the kernel, or the container, does not list its sockets.
     """
     return [found for family in (socket.AF_INET, socket.AF_INET6) for found in _dump(family)]
 
 
 def _dump(family: int) -> Iterator[ListeningSocket]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as connection:
-        connection.settimeout(_TIMEOUT_S)  # some containers drop the question without an answer
-        question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, _LISTEN)
-        size = _HEADER.size + len(question)
-        connection.sendto(_HEADER.pack(size, _DUMP_BY_FAMILY, _REQUEST_AND_DUMP, 1, 0) + question, (0, 0))
+        connection.settimeout(_TIMEOUT_S)  # some containers drop the request without an answer
+        request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _LISTEN)
+        size = _HEADER.size + len(request)
+        connection.sendto(_HEADER.pack(size, _DUMP_BY_FAMILY, _REQUEST_AND_DUMP, 1, 0) + request, (0, 0))
         while True:
             raw, sender = connection.recvfrom(_RECEIVE_BYTES)
             if sender[0] != 0:
-                continue  # it is not the kernel's
+                continue  # another process sent it, not the kernel
             while raw:
                 size, kind, flags, _, _ = _HEADER.unpack_from(raw)
                 if kind == _DONE:
@@ -77,7 +77,7 @@ def listeners_on(port: int) -> frozenset[ListeningSocket]:
 
 
 def _read_tables() -> list[ListeningSocket]:
-    """Source: proc(5), /proc/net/tcp."""
+    """The listening sockets from /proc. Source: proc(5), /proc/net/tcp."""
     tables = [path.read_text() for name in ("tcp", "tcp6") if is_there(path := Path("/proc/net", name))]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     listening = [row for row in rows if row[3] == "0A"]  # TCP_LISTEN
@@ -85,7 +85,7 @@ def _read_tables() -> list[ListeningSocket]:
 
 
 def describe_listeners(port: int) -> str:
-    """A description of the owners of a port: pid and command if visible, else the user; "" if the port is free."""
+    """The processes that listen on a port: pid and command if visible, else the user; "" if the port is free."""
     listeners = listeners_on(port)
     seen = [f"pid {pid} ({_command(pid)})" for pid in _holders({listener.inode for listener in listeners})]
     if seen:
@@ -128,7 +128,7 @@ def _user(uid: int) -> str:
 
 
 def cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
-    """The error if the agent cannot listen, with the owner of the port or the fault of the host, and a next step."""
+    """The error if the agent cannot listen. It names the owner of the port, or what is wrong with the host."""
     why = f"Cannot listen on {host}:{port}: {problem.strerror or problem}"
     if problem.errno == errno.EADDRINUSE:
         holder = describe_listeners(port) or "a process that is not visible from here (another container?)"

@@ -12,17 +12,19 @@ from replicated_ckpt.wording import one_line
 
 LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20
-"""For each of the two files. The current one may exceed it by a record, or be twice as long if no new file can be made."""
+"""Size of each of the two files. The current one may exceed it by one record, and grows to twice it if no new file can be
+made.
+"""
 _OLDER_SUFFIX = ".1"
 _MESSAGE_CHARS_MAX = 10_000
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def open_log(directory: Path) -> int:
-    """A descriptor that appends to the log. A full log is renamed first, and a new one made.
+    """A descriptor that appends to the log. A full log is first renamed, and a new one begun.
 
     Raises:
-        StoreDenied: there is something else in its place. StoreError
+        StoreDenied: a symbolic link is in its place. StoreError: of the node's own disk.
     """
     path = directory / LOG_NAME
     with translate_errors(str(directory), "open", LOG_NAME):
@@ -35,7 +37,7 @@ def open_log(directory: Path) -> int:
 
 
 class _OneLineFormatter(logging.Formatter):
-    """Formats a record as one line, with any traceback below: it may quote text that a peer has chosen."""
+    """Formats a record's message as one line, because it may quote text that a peer has chosen. A traceback follows it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
         record.message = one_line(record.message, _MESSAGE_CHARS_MAX)
@@ -43,7 +45,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in its stub alone
-    """Logs to standard error. If that is the log of `directory`, a full log is continued in a new file."""
+    """Logs to standard error. If standard error is the log of `directory`, a full log is continued in a new file."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(sys.stderr)
@@ -52,21 +54,21 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
         self._is_own = _is_log(directory)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never raises: a thread that logs an error of the disk must not end by that same error."""
+        """Never raises: a thread that logs an error of the disk must not end because of that error."""
         size_bytes = os.fstat(sys.stderr.fileno()).st_size if self._is_own else 0
         if size_bytes >= LOG_BYTES_MAX and self._start_new_file():
             size_bytes = 0
-        # No new file can be made: the log ends here rather than fill the disk.
+        # If no new file can be made, the log ends here rather than fill the disk.
         if size_bytes < 2 * LOG_BYTES_MAX:
             super().emit(record)
 
     def _start_new_file(self) -> bool:
-        """Redirects standard output and error, tracebacks included, to a new file. False: it cannot be made now."""
+        """Redirects standard output and error to a new file. False: no file can be made now."""
         try:
             fd = open_log(self._directory)
         except StoreError:
             return False
-        # dup2, not reopening: the C level, which prints fatal errors, must follow, too.
+        # By dup2: fatal errors, which C code prints to the descriptor, must go to the new file, too.
         for number in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(fd, number)
         os.close(fd)

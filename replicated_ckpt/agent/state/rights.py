@@ -1,38 +1,44 @@
-"""Rights: what each token allows. A verb that is not named here needs the owner's right."""
+"""Rights: which token allows which request, and the key file that gives a user the owner's right on each node.
+
+A verb that `needed_right` does not name needs the owner's right.
+"""
 
 import hashlib
 import hmac
+import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from replicated_ckpt.environment import OWNER_KEY_ENV, TRUST_ROOT_ENV, is_switched_on
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.peer.tls import pin_name
 
 INVITATION_S = 86400.0
-"""One day: the slowest rank of a save or load arrives within its process group's time-out, at most hours."""
+"""One day. The slowest rank of a save or load arrives within its process group's time-out, which is hours at most."""
 
 
 class Right(IntEnum):
-    """The right of a request's sender, by its token. Each right includes those before it."""
+    """The right of a request's sender, which its token shows. Each right includes those before it."""
 
     PEER = 1
-    """Another node of a job, or one that was: it has the agent's token, which travels with the agent's address."""
+    """A node of this or an earlier job: it has the agent's token, which it got with the agent's address."""
     JOB = 2
-    """The coordinator of a job with ranks on this node: it has an invitation, which those ranks have posted for it."""
+    """The coordinator of a job with ranks on this node: it has an invitation, which those ranks posted for it."""
     OWNER = 3
-    """The agent's own user: it has read ROOT/.agent, or has the key file with which the agent was started."""
+    """The agent's own user, who has read the token in ROOT/.agent, or has the key file that the agent was started with."""
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of one agent. None of them appears in `repr`, logs or errors.
 
-    `key`: the content of the user's key file; "" without one. `names`: the certificates that the agent shows, the current
-    one last, each by its `pin_name`.
-    `_boot_unix_s`: the wall clock minus the monotonic clock, at the start. An invitation ends only when both clocks have
-    passed its end, so a wall clock that jumps during a save does not end it.
+    `key`: the content of the user's key file; "" without one. `names`: the `pin_name` of each certificate that the agent
+    shows, the current one last. `_boot_unix_s`: the wall clock minus the monotonic clock, at the start. An invitation ends
+    only when both clocks have passed its end, so a wall clock that jumps forward does not end it during a save.
     """
 
     peer: str = field(repr=False)
@@ -57,14 +63,14 @@ class Tokens:
         return Right.JOB if _is_valid(given, self.owner, _INVITATION, now_unix_s) else None
 
     def prove(self, challenge: str) -> str:
-        """Shows a client with the same key that this agent has it, too. "": this agent has none."""
+        """The proof for a client with the same key that this agent has the key, too. "": this agent has no key."""
         return prove(self.key, tuple(self.names())[-1], challenge) if self.key else ""
 
 
 def invite(owner_token: str, now_unix_s: float) -> str:
-    """A token that allows the coordinator of a job to open saves here and introduce the job's nodes, for INVITATION_S.
+    """A token with which the coordinator of a job can open saves here and introduce the job's nodes, for INVITATION_S.
 
-    It is signed with the owner's token, which it does not reveal. So a rank makes it alone, and no agent has to store it.
+    The owner's token signs it, and is not revealed by it. So a rank needs no agent to make it, and no agent stores it.
     """
     return _sign(owner_token, _INVITATION, now_unix_s)
 
@@ -72,7 +78,7 @@ def invite(owner_token: str, now_unix_s: float) -> str:
 def show_key(key: str, tls_sha256: str, now_unix_s: float) -> str:
     """A token that gives the owner's right at the agent with this certificate, for INVITATION_S.
 
-    Another agent refuses it. So whoever answers in the place of that agent cannot use the token elsewhere.
+    Any other agent refuses it. So a process that answers in place of that agent cannot use the token elsewhere.
     """
     return _sign(key, _OWNER.format(pin_name(tls_sha256)), now_unix_s)
 
@@ -100,7 +106,7 @@ def _signature(secret: str, text: str) -> str:
 
 
 def _are_same(given: str, known: str) -> bool:
-    # An empty token opens nothing; and in constant time, so that none is guessed byte by byte.
+    # An empty token opens nothing. The comparison takes constant time, so that no token is guessed byte by byte.
     return bool(known) and hmac.compare_digest(given.encode(errors="replace"), known.encode())
 
 
@@ -114,7 +120,7 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
         case ("POST", "v1", "saves", _):
             return Right.JOB
         case ("POST", "v1", "saves", _, "finish"):
-            # A new verb that is not named above is closed to peers.
+            # Named here, because the next case would open it to peers.
             return Right.OWNER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
             return Right.PEER
@@ -125,3 +131,41 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
         case ("POST", "v1", "peers"):
             return Right.JOB
     return Right.OWNER
+
+
+_KEY_CHARS_MIN, _KEY_BYTES_MAX = 32, 4096
+_KEY_HINT = (
+    f"Make one with `(umask 077; openssl rand -hex 32 > ~/.replicated-ckpt.key)`, put the same file on each node, and set "
+    f"{OWNER_KEY_ENV} to its absolute path. Or unset {OWNER_KEY_ENV}."
+)
+
+
+def read_owner_key() -> str:
+    """The content of the file that REPLICATED_CKPT_OWNER_KEY names. "": the variable is not set.
+
+    Raises:
+        ConfigInvalid: the file cannot be read, is too short or too long, or another user may read or write it.
+    """
+    path = os.environ.get(OWNER_KEY_ENV, "")
+    if not path:
+        return ""
+    # An agent's working directory is "/", so a relative path would name another file there.
+    if not os.path.isabs(path):  # noqa: PTH117 - a variable's text
+        raise _refuse_key(path, "its path is relative")
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+            status, raw = os.fstat(file.fileno()), file.read(_KEY_BYTES_MAX + 1)
+    except OSError as exc:
+        raise _refuse_key(path, f"it cannot be read: {exc.strerror}") from exc
+    mode = stat.S_IMODE(status.st_mode)
+    is_private = status.st_uid == os.geteuid() and not mode & 0o077
+    if not (is_private or is_switched_on(TRUST_ROOT_ENV)):
+        raise _refuse_key(path, f"other users may read or write it (owner {status.st_uid}, mode {mode:04o})")
+    key = raw.decode(errors="replace").strip()
+    if len(key) < _KEY_CHARS_MIN or len(raw) > _KEY_BYTES_MAX:
+        raise _refuse_key(path, f"it must hold {_KEY_CHARS_MIN} to {_KEY_BYTES_MAX} characters, not {len(key)}")
+    return key
+
+
+def _refuse_key(path: str, why: str) -> ConfigInvalid:
+    return ConfigInvalid(f"The key file {path!r} of {OWNER_KEY_ENV} is not used: {why}.", _KEY_HINT)

@@ -1,1 +1,1 @@
-"""Verbs about checkpoints: which there are, whether they are whole, what mends or uploads them."""
+"""Verbs that list, show, check, repair, reject, upload and convert checkpoints."""

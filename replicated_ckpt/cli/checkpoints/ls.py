@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import (
     CheckpointSeen,
     advise,
@@ -17,6 +16,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     find_needed,
     format_checkpoints,
     list_checkpoints,
+    list_unmanaged,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if the node's own store could be listed, whatever it holds and whichever nodes did not answer.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, AgentUnavailable. StoreError: also where the bucket cannot be listed; what lies
-            on the nodes is shown before.
+        CheckpointNotFound, ConfigInvalid, AgentUnavailable: as `open_store_of`. StoreError: the node's store or the bucket
+            cannot be read. The table of the nodes is printed before an error of the bucket.
     """
     if arguments.root is None:
         return _list_bucket_alone(arguments)
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         there = None if arguments.object_store is None else list_bucket(name_bucket(arguments.object_store, store))
     except StoreError as exc:
-        # Raised after the table: a bucket that is away must not hide what lies on the nodes.
+        # Raised after the table: a bucket that does not answer must not hide the checkpoints on the nodes.
         problem = exc
     rows = list_checkpoints(seen, there)
-    rows += unmanaged_rows.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    rows += list_unmanaged(store, seen, {row.checkpoint_id for row in rows})
     if arguments.json:
         _print_json(store, seen, rows)
     else:
@@ -103,14 +103,14 @@ def name_bucket_alone(arguments: argparse.Namespace) -> ObjectTarget:
 
 
 def name_bucket(url: str, store: LocalStore | None) -> ObjectTarget:
-    """The bucket of an option; credentials come from the environment or a profile, as for s3fs. Nothing is asked of it.
+    """The bucket that an option names. No request is sent. Credentials come from the environment or a profile, as for s3fs.
 
     Raises:
-        ConfigInvalid: it names no bucket, or a node's store, or no package here reaches it.
+        ConfigInvalid: the URL names no bucket, or a place in the node's store, or the package for its scheme is missing.
     """
     target = ObjectTarget.check_supported(url, None)
     target.check_is_apart(None if store is None else store.root)
-    # A missing package shows at once, not after every node was read.
+    # Opened now: a missing package must show at once, not after every node was read.
     open_client(target).close()
     return target
 
@@ -150,7 +150,7 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
         print(f"in doubt: {save}; {describe_wait(save, seen)}")
     listed = {row.checkpoint_id for row in rows if row.save_id}
     for one in seen.unclaimed:
-        # One damaged manifest among good ones takes no copy away: the row itself shows nothing of it.
+        # A damaged manifest on one of several nodes takes no copy away, so the row does not show it.
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
     steps = [step for save in staged for step in advise_on_in_doubt(save, seen, store.root)]

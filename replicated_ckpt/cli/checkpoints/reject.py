@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Marked:
-    """Where the mark is set, or ended. `not_reached`: nodes and buckets that were not reached, with the reasons."""
+    """The places where the mark was set, or ended. `not_reached`: the errors of nodes and buckets that did not answer."""
 
     checkpoint_id: str
     save_ids: tuple[str, ...]
@@ -85,7 +85,7 @@ def _mark_nodes(agent: AgentAddress, seen: NodesSeen, chosen: Sequence[Checkpoin
 def _mark_buckets(
     agent: AgentAddress, seen: NodesSeen, row: CheckpointSeen, target: ObjectTarget | None, marked: Marked
 ) -> None:
-    """In the bucket that the save names by this node's agent, which has the credentials; in the one that the user names."""
+    """Marks the save in its own bucket, by this node's agent, which has the credentials, and in the one the user names."""
     manifest = seen.manifests.get(row.save_id)
     upload = None if manifest is None else manifest.upload
     urls = {*([] if upload is None else [upload.url]), *([] if target is None else [target.url])}
@@ -99,7 +99,7 @@ def _mark_buckets(
             else:
                 is_there = _ask_agent(agent, url, row, is_rejected=marked.is_rejected)
         except ReplicatedCkptError as exc:
-            # The nodes have the mark: the bucket is reported like a node that is down.
+            # The nodes have the mark already: the bucket is reported as not reached, like a silent node.
             marked.not_reached[url] = str(exc)
             continue
         marked.buckets += [url] if is_there and url not in marked.buckets else []
@@ -120,6 +120,6 @@ def _describe(marked: Marked, seen: NodesSeen) -> Iterator[str]:
         is_node = place in seen.addresses
         yield f"{seen.label(place) if is_node else place}: not reached: {why}"
     if seen.addresses.keys() & marked.not_reached.keys():
-        yield "a node that was not reached learns of it once it is back, from the others"
+        yield "a node that was not reached gets the mark from the others once it is back"
     if marked.not_reached.keys() - seen.addresses.keys():
         yield "next step: run the same command again once the bucket answers"

@@ -37,7 +37,7 @@ from replicated_ckpt.wording import one_line, plural
 
 
 def list_known_nodes(store: LocalStore) -> set[str]:
-    """The nodes that this one has met, or waits for to settle a save."""
+    """The nodes in the address book, and those that a save in doubt on this node waits for."""
     known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
     return known | {node for save in list_staged_saves(store) for node in save.nodes}
 
@@ -49,7 +49,7 @@ def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:
         ConfigInvalid: of the nodes that are known here or named in a manifest, none or several have that name.
     """
     known = list_known_nodes(store)
-    # All are ids that are known: no node has to be asked, which costs a time-out for the lost ones.
+    # If all are known ids, no node has to be asked: each lost one would cost a time-out.
     if known.issuperset(named):
         return list(named)
     seen = look_at_nodes(store)
@@ -59,7 +59,7 @@ def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:
 def _find(named: str, seen: NodesSeen, known: set[str]) -> str:
     nodes = known | seen.names.keys()
     found = [node for node in nodes if named in (node, seen.name(node))]
-    # Two nodes may share a host: giving up the wrong one would lose its copies.
+    # Two nodes may share a host, and counting the wrong one as lost would give up its copies.
     if len(found) == 1:
         return found[0]
     shown = ", ".join(sorted(seen.label(node) for node in nodes - {seen.own_node})) or "none"
@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list_stock(store: LocalStore, audit: Audit, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The requested checkpoints of stock torch, newest first. They have no checksums, so no action is planned for them."""
-    # Each of them would cost one more time-out.
+    # Lost and silent nodes are not asked: each would cost one more time-out.
     not_asked = {*arguments.lost, *audit.silent_nodes}
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in not_asked]
     found = UnmanagedLook(store, store.read_node_id(), peers).checkpoints(arguments.id, audit.checkpoint_ids)
@@ -159,7 +159,7 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
         errors = carry_out(plan, peers | _own_address(store), lambda node: f"node {node}")
         done.actions += plan.actions
         done.errors |= errors
-        # What has failed would fail again in the next round, after every file was read once more.
+        # A failed action would fail again in the next round, after another read of every file.
         if errors:
             return
         changed = sorted({action.checkpoint_id for action in plan.actions})
@@ -178,7 +178,7 @@ def _join_plans(plans: Sequence[RepairPlan]) -> RepairPlan:
 
 
 def _own_address(store: LocalStore) -> dict[str, AgentAddress]:
-    """This node's agent, after it has announced its address to the other nodes. It is started if it does not run."""
+    """This node's agent, started if none runs, after it has announced its address to the other nodes."""
     own = start_agent(store)
     return {own.node_id: own}
 
@@ -188,19 +188,19 @@ def carry_out(
 ) -> dict[str, str]:
     """Has all agents do their parts at the same time. Returns errors by failed action or node label."""
 
-    def told(node: str) -> dict[str, str]:
+    def do_part(node: str) -> dict[str, str]:
         with AgentClient(address_by_node[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
         return list_failures(answer, client.address.label)
 
     with show_progress("copying", "copied", _Copying(plan, address_by_node).look):
-        outcome = FanOut.run(sorted({action.node_id for action in plan.actions}), told)
+        outcome = FanOut.run(sorted({action.node_id for action in plan.actions}), do_part)
     errors = {action: error for result in outcome.results.values() for action, error in result.items()}
     return errors | {label(node): error.message for node, error in outcome.errors.items()}
 
 
 class _Copying:
-    """How far the agents are with the copies of a plan."""
+    """The progress of the agents with the copies of a plan."""
 
     def __init__(self, plan: RepairPlan, address_by_node: Mapping[str, AgentAddress]) -> None:
         self._addresses = {copy.node_id: address_by_node[copy.node_id] for copy in plan.copy}
@@ -225,7 +225,7 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
     """The errors of a node's part of a plan, by action.
 
     Raises:
-        PeerProtocolError: it answered something else.
+        PeerProtocolError: the answer is invalid.
     """
     with parsing(f"{label} sent an invalid answer to repair"):
         results = [(result["action"], result["error"]) for result in answer["results"] if result["error"]]
@@ -233,7 +233,7 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
 
 
 def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None:
-    """Raises CheckpointNotFound: no file of it was seen, and no save of this id is in doubt."""
+    """Raises CheckpointNotFound: no file of the checkpoint was seen, and no save of this id is in doubt."""
     staged = (save.checkpoint_id for save in list_staged_saves(store))
     if checkpoint_id not in {*audit.checkpoint_ids, *staged}:
         raise describe_absent(store, look_at_nodes(store), checkpoint_id)
@@ -260,12 +260,12 @@ def _print_in_doubt(store: LocalStore, audit: Audit, lost: Sequence[str]) -> Non
 def _abort_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     """Has this node's agent settle saves that are in doubt only because of lost nodes. Returns those still in doubt."""
     saves = list_staged_saves(store) if lost else []
-    # Nothing is in doubt: no agent has to be started for it.
+    # Without a save in doubt, no agent is started.
     if not saves:
         return {}
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     errors = {}
-    # One at a time: a save that cannot be ended must not keep the others in doubt.
+    # One at a time: a save that cannot be settled must not keep the others in doubt.
     for save in saves:
         try:
             with AgentClient(own) as client:

@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import urllib.parse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment
-from replicated_ckpt.cli.look.reports import choose_newest, look_at_reports
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.rank_report import Kind, RankReport
 from replicated_ckpt.core.timing import find_slowest, make_trace
 from replicated_ckpt.errors import CheckpointNotFound
+from replicated_ckpt.node.state.rank_reports import RankReports
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import align, describe_bytes, plural
 
 HELP = "Show how long each rank and agent took to save and load one checkpoint, and which one was the slowest."
@@ -48,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the reports of all ranks were found, or rank 0's have theirs; UNREACHABLE if nodes may have more."""
+    """Exit code: OK if the report of each rank was found; UNREACHABLE if some are missing and nodes did not answer."""
     store = open_store_of(arguments)
     seen = look_at_nodes(store, open_book(store, arguments.nodes))
     checkpoint_id = find_id(store, arguments.id, seen)
@@ -73,6 +78,49 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join(_describe(kind, reports, missing[kind], names)))
         print("\n".join(seen.describe_unreached()), end="\n" if seen.unreached else "")
     return ExitCode.UNREACHABLE if seen.unreached and any(missing.values()) else ExitCode.OK
+
+
+def look_at_reports(store: LocalStore, seen: NodesSeen, checkpoint_id: str) -> tuple[Sequence[RankReport], NodesSeen]:
+    """The reports of a checkpoint from this node and from the others in `seen` that answered.
+
+    Also returns `seen` without the nodes that no longer answer.
+
+    Raises:
+        StoreError: this node's reports cannot be read.
+    """
+
+    def ask(node: str) -> Sequence[RankReport]:
+        address = seen.addresses[node]
+        with AgentClient(address) as client:
+            answer = client.call("GET", f"/v1/reports?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}")
+        with parsing(f"{address.label} sent an invalid report of a rank"):
+            return [RankReport.from_json(each) for each in answer["reports"]]
+
+    others = FanOut.run([address.node_id for address in seen.reached], ask)
+    found = [*RankReports(store).read(checkpoint_id), *(report for told in others.results.values() for report in told)]
+    # A node that stopped answering, or whose release has no reports, only lacks its own.
+    still = replace(seen, unreached={**seen.unreached, **others.errors})
+    return [report for report in found if report.checkpoint_id == checkpoint_id], still
+
+
+def choose_newest(reports: Iterable[RankReport], kind: Kind) -> Sequence[RankReport]:
+    """The reports of the newest save or load, one for each known rank, in order of rank. Empty: there is none.
+
+    A rank's own report is used if it was found, else the shorter one that rank 0 has of the rank.
+    """
+    by_operation: dict[str, dict[int, RankReport]] = {}
+    ended: Mapping[str, float] = {}
+    for report in (one for one in reports if one.kind == kind):
+        by_rank = by_operation.setdefault(report.operation, {})
+        ended = {**ended, report.operation: max(ended.get(report.operation, 0.0), report.ended_unix_s)}
+        by_rank[report.rank] = report
+        for other in report.ranks:
+            if other.rank not in by_rank:
+                by_rank[other.rank] = other
+    if not ended:
+        return ()
+    newest = by_operation[max(ended, key=ended.__getitem__)]
+    return [newest[rank] for rank in sorted(newest)]
 
 
 def _name_nodes(found: Sequence[RankReport], seen: NodesSeen) -> Mapping[str, str]:
@@ -122,7 +170,7 @@ def _make_table(reports: Sequence[RankReport], names: Mapping[str, str]) -> str:
         agents = _add_agent_spans([one])
         spent = {name: value - agents.get(name, 0.0) for name, value in one.phases.items()}
         counts = [describe_bytes(one.sizes.get(name, 0)) for name in sizes]
-        # What the agent has done stands in its row.
+        # The agent's work is in the agent's own row.
         done = {name for name, value in spent.items() if name not in agents or value > _LEAST_S}
         cells = [f"{spent[name]:.3f}" if name in done else "-" for name in phases]
         rows.append([f"rank {one.rank}", names[one.node_id], *counts, *cells, f"{one.seconds:.3f}"])

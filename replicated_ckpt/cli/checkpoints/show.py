@@ -85,10 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_in_bucket(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if every file has its size there; SHARD_LOST if not.
+    """Exit code: OK if every file in the bucket has its size; SHARD_LOST if not.
 
     Raises:
-        CheckpointNotFound. ObjectMissing, ManifestInvalid: it has no valid manifest there, as stock torch's. StoreError
+        CheckpointNotFound: the bucket does not have it. ObjectMissing, ManifestInvalid: it has no valid manifest, as one of
+            stock torch. StoreError: the bucket cannot be read.
     """
     target = name_bucket_alone(arguments)
     saves = list_bucket(target)

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if url is None:
         raise ConfigInvalid(f"The save of {arguments.id!r} names no object store.", "Name a bucket with --to.")
     target = name_bucket(url, store)
-    # The upload would end with the agent's process, and the command would call it committed.
+    # Such a bucket is in the agent's memory and ends with it, although the command would report a commit.
     if target.is_process_local:
         raise ConfigInvalid(f"{url} is in the memory of one process.", "Name a bucket that other processes can reach.")
     if arguments.to is not None:
@@ -115,7 +115,7 @@ def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
 
 
 def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
-    """Refuses a name that another save has in the bucket, if this save has no prefix of its own: keys would collide."""
+    """Refuses the upload if another save has the name in the bucket, and this save has no prefix of its own."""
     if manifest.upload is not None and manifest.upload.has_own_prefix:
         return
     there = _save_in(manifest, target)
@@ -136,19 +136,20 @@ def _order(
 ) -> tuple[set[str], Mapping[AgentAddress, ReplicatedCkptError]]:
     """Orders the upload from every agent. Returns the nodes that accepted it, and the errors of the others.
 
-    This node's agent must accept. `is_new`: first name the bucket to that agent. No peer may name one to other nodes.
+    This node's agent must accept. `is_new`: the bucket is first named to this node's agent. Other agents accept a bucket
+    only from their own user.
     """
     own = ensure_agent(store).local_address()
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id != own.node_id]
 
     def order(address: AgentAddress) -> None:
         with AgentClient(address) as client:
-            # The credentials stay on this host: other nodes have the bucket from their own ranks.
+            # The credentials stay on this host. Other nodes get those of the bucket from their own ranks.
             if address is own and is_new:
                 client.call("POST", "/v1/object/target", target.to_json())
             client.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": target.url})
 
-    # First and alone: if this node's agent refuses, no other node has been given an order.
+    # First and alone: if this node's agent refuses, no other node gets the order.
     order(own)
     outcome = FanOut.run(peers, order)
     return {own.node_id, *(address.node_id for address in outcome.results)}, outcome.errors
@@ -161,11 +162,11 @@ def _find_stuck(
     ordered: Collection[str],
     refused: Mapping[AgentAddress, ReplicatedCkptError],
 ) -> str:
-    """Describes shards that neither the bucket nor a node with the order has, with the next step. "": there are none."""
+    """The error text for shards that neither the bucket nor a node with the order has. "": there is no such shard."""
     seen = look_at_nodes(store)
     holders = {name: _find_holders(manifest, name, seen) for name in manifest.shards}
     stuck = {name for name, nodes in holders.items() if nodes.isdisjoint(ordered)}
-    # A shard without a holder may be there from an earlier try.
+    # A shard that no such node has may be in the bucket from an earlier try.
     if stuck:
         with closing(open_client(target)) as client:
             stuck -= Bucket(client).find_arrived(manifest)
@@ -183,7 +184,7 @@ def _find_stuck(
 
 
 def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
-    """The nodes that have an intact copy, and the intended holders that did not answer."""
+    """The nodes that have an intact copy, and those that should have one and did not answer."""
     entry = manifest.shards[name]
     here = {
         holding.node_id
@@ -201,10 +202,10 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
     deadline, said, every_s = began + timeout_s, "", line.every_s or _SAID_EVERY_S
     say_at = began + every_s
     while True:
-        # Asked for each time: an agent that ranks started may leave, and another one come, meanwhile.
+        # Looked up each time: an agent that ranks started may exit meanwhile, and another one start.
         with AgentClient(ensure_agent(store).local_address()) as client:
             state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
-        if state.url != target.url:  # the order is over, and the agent goes on with the bucket that the save named
+        if state.url != target.url:  # the order has ended, and the agent uploads to the bucket that the save named
             there = _save_in(manifest, target)
             if there is None or there.save_id != manifest.save_id:
                 raise UploadFailed(manifest.checkpoint_id, target.url, "the upload ended without a commit.")
@@ -213,7 +214,7 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
             line.clear()
             return state
         how_far = _describe_progress(state, manifest)
-        # A refusal, as of credentials, does not pass by waiting.
+        # Waiting does not end a refusal, for example of credentials.
         if state.is_denied or time.monotonic() > deadline:
             raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out expired: {how_far}.")
         if how_far != said and time.monotonic() > say_at:

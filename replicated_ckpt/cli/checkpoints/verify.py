@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,14 +25,13 @@ from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
-from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
 from replicated_ckpt.cli.printing import Colour, add_output_argument, paint
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard
 from replicated_ckpt.errors import CheckpointNotFound, StoreError
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAuditor
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAudit, UnmanagedAuditor
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -68,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every byte is as it was saved and every shard has its copies. See ExitCode for the others.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
+        CheckpointNotFound, ConfigInvalid, AgentUnavailable: as `open_store_of`. StoreError: the node's store or the bucket
+            cannot be read. The findings on the nodes are printed before an error of the bucket.
     """
     if arguments.root is None:
         return _verify_bucket_alone(arguments)
@@ -83,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
     newer = [] if arguments.id else see_audit(store, audit, peers).newer
     if (audit.checkpoint_ids or audits or not arguments.id) and not arguments.json:
         _print(store, audit, see_audit(store, audit, peers), seconds, has_others=bool(audits or newer))
-        print_audits(audits)
+        _print_unmanaged(audits)
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
-        # The bucket may take hours: in a pipe the nodes' result would be held back until then.
+        # Flushed now: the bucket may take hours, and a pipe would hold the nodes' result back until then.
         sys.stdout.flush()
     there = _InBucket() if target is None else _read(target, arguments.id, shows_progress=arguments.progress)
     if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise there.problem
     codes = (
         exit_code(audit),
-        worst_code(audits),
+        _unmanaged_code(audits),
         ExitCode.FAILED if there.findings or there.newer or newer else ExitCode.OK,
     )
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
@@ -129,9 +129,10 @@ def _verify_bucket_alone(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """The findings in the bucket. `unchecked`: checkpoints of stock torch, without checksums. `problem`: why it is unread.
+    """The findings in the bucket. `unchecked`: checkpoints of stock torch, without checksums.
 
-    `newer`: checkpoints that only a newer version reads. `save_ids`: of all saves that are committed there.
+    `newer`: checkpoints that only a newer version reads. `save_ids`: of all saves that are committed there. `problem`: the
+    error, if the bucket could not be read.
     """
 
     url: str = ""
@@ -156,7 +157,7 @@ class _InBucket:
 
 def _read(target: ObjectTarget, checkpoint_id: str | None, *, shows_progress: bool) -> _InBucket:
     try:
-        # One request of thousands may fail: that must not end a check of hours.
+        # Retried: one failed request of thousands must not end a check that takes hours.
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):
@@ -254,6 +255,27 @@ def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, 
     print(
         f"{plural(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit, has_others=has_others)}"
     )
+
+
+def _print_unmanaged(audits: Sequence[UnmanagedAudit]) -> None:
+    for audit in audits:
+        for finding in audit.findings:
+            print(finding)
+        if audit.problem:
+            print(f"stock: {audit.checkpoint_id}: {audit.problem}")
+        elif audit.missing:
+            print(f"stock: {audit.checkpoint_id}: no node that was reached has {', '.join(audit.missing)}")
+        else:
+            print(
+                f"stock: {audit.checkpoint_id} of stock torch, unprotected: {audit.bytes_read} bytes read, "
+                f"{audit.unchecked} items without a CRC32: {('sound' if audit.is_sound else 'NOT sound')}"
+            )
+
+
+def _unmanaged_code(audits: Sequence[UnmanagedAudit]) -> ExitCode:
+    if any(audit.missing for audit in audits):
+        return ExitCode.SHARD_LOST
+    return ExitCode.OK if all(audit.is_sound for audit in audits) else ExitCode.FAILED
 
 
 def _verdict(audit: Audit, *, has_others: bool) -> str:

@@ -1,7 +1,7 @@
 """The rows of `ls`: when each checkpoint was saved, its size, the places of its copies, and its missing files."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -23,10 +23,19 @@ from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE, find_step, i
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.reading.newest import Newest
+from replicated_ckpt.core.reading.unmanaged_files import UnmanagedCheckpoint
 from replicated_ckpt.core.upkeep.marks import Marks, merge_marks
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
-from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
+from replicated_ckpt.errors import (
+    CheckpointAmbiguous,
+    CheckpointNotFound,
+    ManifestVersionUnknown,
+    MetadataUnsafe,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreError,
+)
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket import BucketSave
@@ -47,11 +56,11 @@ class CheckpointSeen:
 
     `state` is one of the states above. `copies_seen` is the number of copies of the shard that has the fewest. `hosts_seen`
     is the smallest number of hosts, or of named domains, that have copies of a shard. `missing` are the files of which no
-    intact copy was seen. `not_reached` are the nodes that should have a copy of a file with too few copies, and did not
+    intact copy was seen. `not_reached` are the nodes that should have a copy of a file with too few copies, but did not
     answer. `removed_on` are the nodes whose user has removed the save. `bucket` is "there", "on its way", "not there",
     "unknown", or "" if the save is not meant for a bucket. `is_mendable`: damaged copies of each missing file may together
-    make an intact copy. `content`: "full"; "weights" if a node that has it, or else
-    the bucket, has dropped its optimizer; "" if that is unknown. `is_rejected`: a user has "latest" skip it.
+    make an intact copy. `content`: "full"; "weights" if a node that has it, or else the bucket, has dropped its optimizer;
+    "" if that is unknown. `is_rejected`: a user has rejected it, so "latest" skips it.
     """
 
     checkpoint_id: str
@@ -81,17 +90,17 @@ class CheckpointSeen:
 
     @property
     def is_good(self) -> bool:
-        """Whether it needs no action: every shard has its copies, by the files' sizes, or the save is being removed."""
+        """Whether it needs no action: each shard has its copies, judged by size, or the save is being removed."""
         return self.state in (WHOLE, IN_BUCKET, REMOVED, RETIRED)
 
     @property
     def is_lost(self) -> bool:
-        """Whether no node can have some of its files. Also for a save that is being removed."""
+        """Whether no node can have some of its files. This may also hold for a save that is being removed."""
         return self.state == LOST or bool(self.missing and not self.not_reached)
 
     @property
     def has_few_nodes(self) -> bool:
-        """Whether it has fewer copies than wanted, and as many as there are nodes."""
+        """Whether it has fewer copies than wanted only because there are fewer nodes."""
         return self.state == WHOLE and (self.copies_seen or 0) < (self.copies_wanted or 0)
 
     @property
@@ -158,7 +167,7 @@ def format_checkpoints(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
     cells = [row.cells(seen) for row in rows]
     header, *lines = format_table(HEADER, cells).split("\n")
     place = HEADER.index("COPIES")
-    # Only now: the escapes would count as width. No id has the spaces of that column.
+    # Painted after the alignment, because escapes would count as width. Ids, which come first, have no spaces to match.
     painted = [
         line.replace(texts[place], row.paint(texts[place]), 1)
         for line, texts, row in zip(lines, cells, rows, strict=True)
@@ -174,7 +183,7 @@ def list_checkpoints(seen: NodesSeen, there: Sequence[BucketSave] | None = None)
     holdings = seen.holdings + [save.holding for save in there or ()]
     found = saves_found(holdings)
     in_bucket = None if there is None else {(save.checkpoint_id, save.save_id) for save in there}
-    # The bucket's marks count unless a node knows that the rejection has ended.
+    # A rejection in the bucket counts unless a node has a newer mark, which ended it.
     marks = merge_marks([seen.marks, Marks({save.save_id: 1 for save in there or () if save.is_rejected})])
     rows = [_see(save, seen, in_bucket, is_rejected=marks.is_rejected(save.save_id)) for save in found]
     return [*rows, *_list_damaged(seen, {row.checkpoint_id for row in rows})]
@@ -197,7 +206,7 @@ def _see(
         bucket=_bucket_state(save, manifest, seen, in_bucket),
         is_rejected=is_rejected,
     )
-    # The bucket is not a node: what lies there is no copy that a node's loss leaves.
+    # Files in the bucket do not count as copies on a node.
     on_nodes = tuple(holding for holding in save.holdings if holding.node_id != OBJECT_NODE)
     is_slim = any(holding.is_slim for holding in on_nodes or save.holdings)
     row = replace(row, content=WEIGHTS if is_slim else FULL)
@@ -210,12 +219,12 @@ def _see(
 
 
 def see_with_unclaimed_files(save: SaveFound, manifest: Manifest, seen: NodesSeen) -> SeenSave:
-    """The save on the nodes, with the files of nodes whose manifest of it is damaged or missing."""
+    """The save as seen on the nodes, including nodes whose manifest of it is damaged or missing."""
     of_it = [one for one in seen.unclaimed if one.checkpoint_id == save.checkpoint_id and recognize(one, [manifest])]
     more = [one.holding(manifest) for one in of_it if one.matching(manifest)]
     members = {node for entry in manifest.shards.values() for node in entry.holders}
     completed = replace(save, holdings=(*save.holdings, *more))
-    # Also nodes that were never asked, as their address is not known here.
+    # Includes nodes that were not asked, because this node has no address of them.
     silent = members - seen.holdings_by_node.keys()
     return see_save(completed, manifest, seen.holdings_by_node.keys(), silent, {holding.node_id for holding in more})
 
@@ -231,11 +240,11 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
     assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
     silent = {node for name in short for node in assumed[name]}
-    if missing:  # any silent node may have got a copy that was made since
+    if missing:  # any silent node may have received a copy since the save
         silent |= seen.unreached.keys()
     may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
-    # Files that another run's save has replaced are no accident, and no node can bring them back.
+    # Files that another run's save has replaced are not an accident, and no node can bring them back.
     taken = seen.taken_on(row.checkpoint_id, row.lineage) if state == LOST else ()
     if state == LOST and all(save.is_overwritten(name, taken) for name in missing):
         state = OVERWRITTEN
@@ -285,6 +294,32 @@ def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]
         yield CheckpointSeen(checkpoint_id, DAMAGED, nodes, size_bytes=sum(s for _, s in found), note=DAMAGED)
 
 
+def list_unmanaged(store: LocalStore, seen: NodesSeen, without: Iterable[str]) -> list[CheckpointSeen]:
+    """A row of `ls` for each checkpoint of FileSystemWriter on the nodes. `without`: ids that have a row already."""
+    look = UnmanagedLook(store, seen.own_node, seen.reached)
+    return [_see_unmanaged(look, checkpoint) for checkpoint in look.checkpoints(None, without)]
+
+
+def _see_unmanaged(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> CheckpointSeen:
+    nodes = tuple(holding.node_id for holding in checkpoint.holdings)
+    note, missing = _unmanaged_state(look, checkpoint)
+    return CheckpointSeen(checkpoint.checkpoint_id, UNMANAGED, nodes, missing=missing, note=note)
+
+
+def _unmanaged_state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, tuple[str, ...]]:
+    """The state of the checkpoint, and its missing files. Without a valid `.metadata` the shards are unknown."""
+    if not checkpoint.nodes_with_metadata:
+        return "stock, no .metadata", (METADATA_NAME,)
+    try:
+        save = look.examine(checkpoint).save
+    except CheckpointAmbiguous:
+        return "stock, contradictory", (METADATA_NAME,)
+    except (MetadataUnsafe, StoreError, PeerProtocolError):
+        return "stock, unreadable", (METADATA_NAME,)
+    note = f"stock, {plural(len(save.missing), 'shard')} missing" if save.missing else "stock, unprotected"
+    return note, tuple(save.missing)
+
+
 def describe_totals(
     rows: Sequence[CheckpointSeen], seen: NodesSeen, bad: Sequence[CheckpointSeen] | None = None
 ) -> str:
@@ -305,7 +340,7 @@ def describe_totals(
 
 def without_superseded(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
     """All rows, without older versions that a newer, complete save of the same run has replaced."""
-    # An older version loses files while it is removed: that is not a fault to report.
+    # An older version loses files while it is removed, which is not a fault.
     whole: dict[tuple[str, str], int] = {}
     for row in rows:
         if row.state == WHOLE:
@@ -336,20 +371,20 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
     wanted = without_superseded(rows)
     lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
     short = [row for row in wanted if row.state in (SHORT, NOT_SEEN)]
-    unauthenticated = {node for row in short for node in row.not_reached}
+    silent = {node for row in short for node in row.not_reached}
     needed = find_needed(rows, seen)
     copies_wanted = max((row.copies_wanted or 0 for row in short), default=0)
     return [
         *damaged,
         *lost,
-        *advise_on_unknown_nodes(unauthenticated, seen),
+        *advise_on_unknown_nodes(silent, seen),
         *advise_on_silence(seen, needed, root),
         *advise_on_lost(seen, root, needed, copies_wanted),
     ]
 
 
 def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
-    """Quotes the name for a shell, as a peer may have chosen it."""
+    # A peer may have chosen the name, so it is quoted for a shell.
     return (
         f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
         f"repair --root {quote(str(root))}`. If no node has it, its data may still load without the manifest: see "
@@ -359,17 +394,19 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
 
 
 def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) -> str:
-    step = f"next step for {row.checkpoint_id}: "
-    if row.is_mendable:
-        step += f"`replicated-ckpt repair --root {quote(str(root))}`, which combines the intact blocks of "
-        step += "damaged copies; else "
-    if row.bucket in ("there", "unknown"):
-        step += "load it with its object_store; or "
-    step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'
-    step += "; another version also has this name" if has_other_version else ""
+    may_be_in_bucket = row.bucket in ("there", "unknown")
+    where = f"--root {quote(str(root))}"
     options = f" --save {row.save_id}" if has_other_version else ""
-    options += " --keep-in-bucket" if row.bucket in ("there", "unknown") else ""
-    return f"{step}; or remove it: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{options}`"
+    options += " --keep-in-bucket" if may_be_in_bucket else ""
+    steps = [
+        *([f"`replicated-ckpt repair {where}`, which combines the intact blocks of damaged copies"] * row.is_mendable),
+        *(["load it with its object_store"] * may_be_in_bucket),
+        'load an older checkpoint, as "latest" does',
+        "bring back a disk that has the lost files",
+        f"remove it: `replicated-ckpt rm {quote(row.checkpoint_id)} {where}{options}`",
+    ]
+    other = ". Another version also has this name" if has_other_version else ""
+    return f"next step for {row.checkpoint_id}: {'; or '.join(steps)}{other}"
 
 
 _NOT_GOOD = {
@@ -389,7 +426,7 @@ def describe_newer(checkpoint_id: str) -> str:
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> ReplicatedCkptError:
     """The error for a checkpoint that was not found. `otherwise` is appended to its hint."""
-    # "Not found" would make its user think that it is gone.
+    # "Not found" would suggest that the checkpoint is gone.
     if checkpoint_id in seen.newer:
         return ManifestVersionUnknown(
             f"{checkpoint_id!r} has a format that only a newer version of replicated_ckpt reads."
@@ -435,7 +472,7 @@ def choose_id(asked: str, rows: Sequence[CheckpointSeen]) -> str | None:
         return asked
     newest = newest.choose_directory(row.checkpoint_id for row in rows)
     fitting = [row for row in rows if newest.fits(row.checkpoint_id)]
-    # "latest" must be one that a load can take: a damaged or rejected one may be the newest.
+    # The newest may be damaged or rejected, and a load of "latest" would skip it.
     whole = (row for row in fitting if not (row.is_lost or row.is_rejected) and row.state != DAMAGED)
     chosen = next(whole, next(iter(fitting), None))
     return None if chosen is None else chosen.checkpoint_id

@@ -1,4 +1,4 @@
-"""Versions of one checkpoint and runs in one directory, as the command line shows them, and which of them a load takes."""
+"""Lines of the command line about several saves of one name, and several runs in one directory: which one a load takes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from replicated_ckpt.wording import describe_way_out, plural
 
 
 def describe_conflicting_runs(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
-    """A few lines for each checkpoint of which several saves lie on the nodes, and each directory of several runs."""
+    """A few lines for each checkpoint with several saves on the nodes, and for each directory with several runs."""
     row_of = {(row.checkpoint_id, row.save_id): row for row in rows}
     lines: list[str] = []
     by_name: dict[str, list[Holding]] = {}
@@ -44,7 +44,7 @@ def _describe_versions(
         for save, _ in named:
             if save.version.lineage != first.version.lineage:
                 on = [holding.node_id for holding in save.holdings if not holding.is_replaced]
-                # Another node may have its root elsewhere.
+                # Another node's root may have another path.
                 where = quote(str(root)) if on == [seen.own_node] else "ROOT"
                 yield f"  save {save.save_id} of another run: {describe_way_out(name, save.save_id, on, where)}"
     elif named:
@@ -52,7 +52,7 @@ def _describe_versions(
 
 
 def _place(save: SaveFound, seen: NodesSeen) -> str:
-    """Where it has the name, and where a newer one took it."""
+    """The nodes where the save has its name, and those where a newer save has taken the name."""
     named = [holding.node_id for holding in save.holdings if not holding.is_replaced]
     kept = [holding.node_id for holding in save.holdings if holding.is_replaced]
     words = [f"has the name on {seen.list_names(named)}"] if named else []
@@ -60,16 +60,19 @@ def _place(save: SaveFound, seen: NodesSeen) -> str:
 
 
 def _describe_wait(newest: SaveFound, row: CheckpointSeen) -> str:
-    """What the older versions are still there for."""
-    stay = f"the older ones stay until every shard of save {newest.save_id} has been seen"
+    """Why the older versions are still there."""
+    name, newest_id = row.checkpoint_id, newest.save_id
     if row.state in (WHOLE, SHORT):
         return (
-            f"{row.checkpoint_id}: {stay}. All have been seen: re-protection removes the older ones once no load "
+            f"{name}: every shard of save {newest_id} was seen, so re-protection removes the older ones once no load "
             "reads them"
         )
     if row.state == LOST:
-        return f"{row.checkpoint_id}: {stay}. Its files are lost, so the older ones stay until a newer save is complete"
-    return f"{row.checkpoint_id}: {stay}. The missing shards may be on the nodes that were not reached"
+        return f"{name}: files of save {newest_id} are lost, so the older ones stay until a newer save is complete"
+    return (
+        f"{name}: the older ones stay until every shard of save {newest_id} was seen. The missing shards may be on the "
+        "nodes that were not reached"
+    )
 
 
 def _describe_runs(seen: NodesSeen) -> Iterator[str]:

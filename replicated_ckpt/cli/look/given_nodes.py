@@ -1,4 +1,4 @@
-"""`--nodes HOST[:PORT],...`: nodes that a command asks besides those of the address book, and the right to ask them."""
+"""`--nodes HOST[:PORT],...`: further nodes that a command asks, and how it proves its right to ask them."""
 
 import argparse
 import hashlib
@@ -14,8 +14,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.agent.state.listeners import listeners_on
-from replicated_ckpt.agent.state.owner_key import read_owner_key
-from replicated_ckpt.agent.state.rights import prove, show_key
+from replicated_ckpt.agent.state.rights import prove, read_owner_key, show_key
 from replicated_ckpt.config import parse_ports
 from replicated_ckpt.environment import OWNER_KEY_ENV, PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, StoreDenied, StoreUnavailable
@@ -57,7 +56,7 @@ def _parse_place(text: str) -> _Place:
         or not HOST_PATTERN.fullmatch(host)
         or not (port == "" or (port.isdecimal() and 0 < int(port) < 1 << 16))
     ):
-        raise argparse.ArgumentTypeError(f"it is HOST or HOST:PORT, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be HOST or HOST:PORT, not {text!r}")
     return host, int(port) if port else None
 
 
@@ -81,7 +80,7 @@ def _knows(known: Sequence[AgentAddress], host: str, port: int | None) -> bool:
 
 
 def _is_own(directory: Path, host: str, port: int | None) -> bool:
-    """Whether this node itself is named, which is read from its disk."""
+    """Whether the place is this node itself, whose store is read from its disk."""
     endpoint = read_endpoint(directory)
     is_port = port is None or (endpoint is not None and endpoint.port == port)
     return is_port and any(map(_is_local, _resolve(host)))
@@ -101,7 +100,7 @@ def _resolve(host: str) -> Collection[str]:
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
-        return ()  # a node's id, or a name that the address book alone has
+        return ()  # a node's id, or a name that only the address book has
 
 
 def _introduce(host: str, port: int | None) -> AgentAddress:
@@ -129,31 +128,31 @@ def _introduce(host: str, port: int | None) -> AgentAddress:
             {**address.to_json(), **{name: told[name] for name in ("node_id", "incarnation")}}
         )
         proof = str(told["proof"])
-    # Without it, whoever answers there could make up what this command shows.
+    # Without the proof, any process that answers there could make up the output of this command.
     if not hmac.compare_digest(proof.encode(), prove(key, pin_name(address.tls_sha256), challenge).encode()):
-        detail = "it does not prove that it has this user's key file, so its answers are not believed"
+        detail = "it does not prove that it has this user's key file, so its answers are not used"
         raise StoreDenied(where, "ask", "its agent", detail, _KEY_HINT)
     return found
 
 
 def as_owner(address: AgentAddress, key: str) -> AgentAddress:
-    """The address with the right of the node's own user, if its agent has this key.
+    """The address with a token that gives the right of the node's own user, if its agent has this key.
 
     Raises:
-        AgentUnavailable: another user may listen at this address of this host, and would get the signature by plain HTTP.
+        AgentUnavailable: another user may listen at this address, on this host, and would get the token by plain HTTP.
     """
     if not address.tls_sha256 and is_loopback(address.host):
         users = {listener.uid for listener in listeners_on(address.port)}
         if users != {os.geteuid()}:
             raise AgentUnavailable(
-                f"No process of this user alone listens at {address.host}:{address.port}, so it gets no signature.",
-                f"Start the agent of node {address.node_id} again, then a save or load, or name its port by --nodes.",
+                f"Nothing, or a process of another user, listens at {address.host}:{address.port}: no token was sent.",
+                f"Start the agent of node {address.node_id}. A save or load then updates its address.",
             )
     return replace(address, token=show_key(key, address.tls_sha256, time.time()))
 
 
 def _find_certificate(address: AgentAddress) -> str:
-    """The fingerprint of the certificate that the agent shows; "" if it uses plain HTTP, where that is allowed."""
+    """The fingerprint of the certificate that the agent shows. "": the agent uses plain HTTP, which is allowed there."""
     if is_network_trusted():
         return ""
     try:

@@ -51,10 +51,11 @@ _SHOWN_MAX = 3
 
 
 def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
-    """The store under `root`; nothing is made or changed. `of_any_user`: it is only read, by its group perhaps.
+    """The store under `root`. Creates and changes nothing. `of_any_user`: it may belong to another user, and is only read.
 
     Raises:
-        CheckpointNotFound: there is no store. ConfigInvalid: it is a checkpoint. StoreDenied: it is another user's.
+        CheckpointNotFound: there is no store. ConfigInvalid: `root` is a checkpoint, lies in a store, or has stores in it.
+            StoreDenied: the store is another user's. StoreError: it cannot be read.
     """
     if not root:
         raise ConfigInvalid("--root must name a directory, not ''.", _NAME_IT)
@@ -66,7 +67,7 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         owner = None if of_any_user else find_other_owner(store.root)
         if owner is None and not of_any_user:
             _check_is_open(store.root, names)
-    except (FileNotFoundError, NotADirectoryError) as exc:  # or one of the directories above is none
+    except (FileNotFoundError, NotADirectoryError) as exc:  # or a directory above it is a file
         raise CheckpointNotFound(f"Directory {store.root} does not exist.", _NAME_IT) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc
@@ -83,9 +84,9 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
 
 
 def _check_is_open(root: Path, names: list[str]) -> None:
-    """Raises StoreDenied: its owner, another user, has closed a directory in it; checkpoints may lie there unseen."""
+    """Raises StoreDenied: the owner, another user, has closed a directory of the root. Checkpoints may be in it."""
     owner = root.stat().st_uid
-    # Its own directories cannot be closed to it by another user.
+    # No other user can have closed the user's own directories.
     if owner == os.geteuid():
         return
     for name in names:
@@ -97,14 +98,14 @@ def _check_is_open(root: Path, names: list[str]) -> None:
 
 
 def check_is_no_file(root: str | Path) -> None:
-    """Raises CheckpointNotFound: the root is a file. StoreError"""
+    """Raises CheckpointNotFound: the root is a file. StoreError: the disk cannot be read."""
     with translate_errors(str(root), "look at", str(root)):
         if is_plain_file(root):
             raise CheckpointNotFound(f"{root} is a file, not a node's store.", _NAME_IT)
 
 
 def _account(owner: str) -> str:
-    """A user as sudo takes one: by name, or by number as `#1000`."""
+    """The owner as an argument of `sudo -u`: a name, or a number such as `#1000`."""
     name = owner.split()[1]
     return f"'#{name}'" if name.isdecimal() else name
 
@@ -112,7 +113,7 @@ def _account(owner: str) -> str:
 def _refuse_unreadable(root: Path, error: PermissionError) -> StoreDenied:
     try:
         owner = find_other_owner(root)
-    except PermissionError:  # nor the directory above
+    except PermissionError:  # the directory above cannot be read, either
         owner = None
     whose = f", it is the store of {owner}" if owner else ""
     return _refuse(root, f"this user may not read it ({error.strerror}){whose}", owner)
@@ -128,9 +129,13 @@ def _refuse(root: Path, why: str, owner: str | None, otherwise: str = "") -> Sto
 
 
 def _check_content(store: LocalStore, names: list[str]) -> None:
-    """No rank or agent has made a store there: it may be one of stock torch's checkpoints, or something else."""
+    """Checks a directory that has no file of a store. Checkpoints of stock torch, which need none, may lie in it.
+
+    Raises:
+        ConfigInvalid: it is one checkpoint, lies in a store, or has stores in it. CheckpointNotFound: it has no checkpoint.
+    """
     if {MANIFEST_NAME, METADATA_NAME}.intersection(names) or any(ShardName.parse(name) for name in names):
-        # A link may lead there from elsewhere: the store lies above the real place.
+        # The root may be a link to the checkpoint: the store lies above the real path.
         real = Path(os.path.realpath(store.root))
         above = find_store_above(real) or real.parent
         checkpoint_id = real.relative_to(above)
@@ -152,7 +157,7 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
 
 
 def _check_no_stores_within(store: LocalStore) -> None:
-    """Refuses a directory above other stores: the checkpoints of several nodes would look like one node's."""
+    """Refuses a directory above several stores, whose checkpoints would look like one node's."""
     within = find_stores_within(store.root)
     if not within:
         return
@@ -200,7 +205,7 @@ def add_root_argument(parser: argparse.ArgumentParser, what: str = _ROOT, *, req
 
 
 def repeat_command(arguments: argparse.Namespace, store: LocalStore) -> str:
-    """This command for a shell on another node, where relative paths would name other directories."""
+    """This command with an absolute root, for a shell on another node, where a relative path would mean another place."""
     words = ["replicated-ckpt", *arguments.given]
     root = str(store.root)
     return shlex.join(words if {root, f"--root={root}"} & set(words) else [*words, "--root", root])
@@ -210,13 +215,13 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-agents",
         action="store_true",
-        help="start this node's agent if none runs, with --rsh also the others'",
+        help="start this node's agent if none runs; with --rsh, also the agents of the other nodes",
     )
     parser.add_argument(
         "--rsh",
         default=os.environ.get(RSH_ENV, ""),
         metavar="COMMAND",
-        help=f"runs a command on another host, such as ssh (default: {RSH_ENV})",
+        help=f"command that reaches the other nodes' hosts, such as ssh (default: {RSH_ENV})",
     )
 
 
@@ -229,7 +234,7 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
     store = open_store(arguments.root)
     if arguments.start_agents:
         start_agent(store)
-        # The command below has this option: without it, a node that was asked would ask all others in turn.
+        # `start_other_agents` passes `--own-agent`, so that no other node starts further agents in turn.
         if arguments.rsh and not getattr(arguments, "own_agent", False):
             for problem in start_other_agents(store, shlex.split(arguments.rsh)):
                 print(problem, file=sys.stderr)
@@ -237,9 +242,9 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
 
 
 def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
-    """Starts an agent on each node of the address book where none runs; returns a line for each that did not start.
+    """Starts an agent on each node of the address book where none runs. Returns an error for each that did not start.
 
-    `rsh`: the words before a host and a command, as of ssh. The store must lie at the same path there.
+    `rsh`: the command that is followed by a host and a command, such as ssh. The store must have the same path there.
     """
     command = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(store.root))}"
 
@@ -248,7 +253,7 @@ def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
             with AgentClient(address) as client:
                 client.call("GET", "/v1/status?brief=1")
         except StoreUnavailable as exc:
-            # Only a refused connection shows that none runs there.
+            # Only a refused connection shows that no agent runs there.
             if runs_no_agent(exc):
                 _run_there(address, [*rsh, address.host, command])
 
@@ -258,9 +263,9 @@ def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
 
 def _run_there(address: AgentAddress, words: Sequence[str]) -> None:
     """Raises AgentUnavailable: the command failed."""
-    # A host comes from another process, and would be an option of ssh.
+    # Another process wrote the host: one that begins with "-" would be an option of ssh.
     if address.host.startswith("-") or not address.host:
-        raise AgentUnavailable(f"No agent was started for {address.label}: this is not a host.")
+        raise AgentUnavailable(f"No agent was started for {address.label}: its address is not a host.")
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RSH_S, check=False
@@ -274,11 +279,11 @@ def _run_there(address: AgentAddress, words: Sequence[str]) -> None:
 
 
 def start_agent(store: LocalStore) -> AgentAddress:
-    """This node's agent, after it has announced its address to the peers that answer. It is started if none runs."""
+    """This node's agent, started if none runs, after it has announced its address to the peers that answer."""
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     deadline = time.monotonic() + _GREETING_WAIT_S
     with AgentClient(own) as client:
-        # Peers fetch copies from this agent: they must know its new address before a plan names it.
+        # Peers fetch copies from this agent, so they need its new address before a plan names it.
         while not client.call("GET", "/v1/status").get("greeted") and time.monotonic() < deadline:
             time.sleep(_POLL_S)
     return own

@@ -1,4 +1,4 @@
-"""One look at what all known nodes hold: the node's own store from its disk, the others through their agents."""
+"""The holdings of all known nodes: this node's from its agent or disk, the others' from their agents."""
 
 import contextlib
 import ipaddress
@@ -63,21 +63,21 @@ class NodesSeen:
 
     @cached_property
     def hosts(self) -> Mapping[str, str]:
-        """The host of each node.
+        """The host of each node: its name in the address book, else its name in a manifest, else its IP address.
 
-        A name in the address book is preferred to one in a manifest, which any peer can have written. An IP is not.
+        The address book comes first, because any peer can have written a manifest.
         """
         said = {address.node_id: address.host for address in self.addresses.values()}
         hosts = dict(said)
         for manifest in sorted(self.manifests.values(), key=lambda manifest: manifest.created_unix_s):
-            # A peer has written the name: control characters could fake lines of this output.
+            # A peer may have written the name: control characters could fake lines of the output.
             hosts |= {node.node_id: one_line(node.host, _HOST_CHARS_MAX) for node in manifest.nodes if node.host}
         return hosts | {node: host for node, host in said.items() if not _is_ip(host)}
 
     @cached_property
     def names(self) -> Mapping[str, str]:
         """The label of each node for output: its host. If several nodes share a host, also the id."""
-        # Several nodes on one host, as in a test or a pod, would look like one.
+        # Without the ids, several nodes on one host, as in a test or a pod, would look like one.
         shared = [host for host in self.hosts.values() if host]
         return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in self.hosts.items()}
 
@@ -91,17 +91,17 @@ class NodesSeen:
 
     @property
     def nodes_known(self) -> int:
-        """The number of nodes for copies, including nodes that do not answer."""
+        """The number of nodes that can hold copies, including those that did not answer."""
         return len(self.holdings_by_node) + len(self.unreached)
 
     @property
     def newer(self) -> list[str]:
-        """The checkpoints on the nodes that answered that only a newer version of the package reads."""
+        """The checkpoints, on the nodes that answered, that only a newer version of this package reads."""
         return sorted({checkpoint_id for held in self.holdings_by_node.values() for checkpoint_id in held.newer})
 
     @cached_property
     def marks(self) -> Marks:
-        """What the nodes that answered know together: the saves that users have rejected."""
+        """The saves that users have rejected, merged from the marks of the nodes that answered."""
         return merge_marks(held.node_report.marks for held in self.holdings_by_node.values())
 
     @cached_property
@@ -110,7 +110,7 @@ class NodesSeen:
         return find_retired(self.manifests, [found.view_of(node) for node, found in self.holdings_by_node.items()])
 
     def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
-        """The id under which a save was made, if a user has renamed its directory. None: it was not, or that is unknown."""
+        """The id under which a save was made, if a user has renamed its directory. None: not renamed, or unknown."""
         manifest = self.manifests.get(save_id)
         return None if manifest is None or manifest.checkpoint_id == checkpoint_id else manifest.checkpoint_id
 
@@ -137,7 +137,7 @@ class NodesSeen:
         return ", ".join(sorted(self.name(node) for node in nodes))
 
     def label(self, node: str) -> str:
-        """The label of a node with its id, which options take."""
+        """The label of a node, with the id that options take."""
         name = self.name(node)
         return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
@@ -154,11 +154,11 @@ class NodesSeen:
 
 
 NO_NODES = NodesSeen("", {}, {}, {}, {})
-"""For a command that looks into a bucket alone."""
+"""For a command that asks only a bucket."""
 
 
 def _is_ip(host: str) -> bool:
-    """Whether it is an IP address or empty, so it cannot serve as a label."""
+    """Whether it is an IP address, "localhost" or empty, which cannot serve as a label."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.partition("%")[0])
         return True
@@ -166,11 +166,10 @@ def _is_ip(host: str) -> bool:
 
 
 def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own: bool = True) -> NodesSeen:
-    """Asks every node of the address book, all at once. Nothing is started and nothing written.
+    """Asks every node of the address book, all at once. Starts no agent and writes nothing.
 
-    `peers`: the book of this node, with the agents that the user has named.
-
-    `asks_own`: ask this node's agent, too. If it has just been silent, that would cost another time-out.
+    `peers`: this node's address book, with the agents that the user has named. `asks_own`: False if this node's agent has
+    just been silent, because another request to it would cost another time-out.
 
     Raises:
         StoreError: the node's own store cannot be read.
@@ -188,7 +187,7 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
     held, book = dict(outcome.results), ManifestBook(store, own, peers)
     manifests = book.of([found.view_of(node) for node, found in held.items()])
     if any(holding.save_id not in manifests for found in held.values() for holding in found.holdings):
-        # retention may have removed it, while the look waited for a node that is silent
+        # Retention may have removed the save while the first look waited for a silent node.
         held |= FanOut.run(outcome.results, look).results
         manifests = book.of([found.view_of(node) for node, found in held.items()])
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
@@ -198,7 +197,7 @@ def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
     """The answer of this node's agent to `GET /v1/status`. None: no agent runs.
 
     Raises:
-        ReplicatedCkptError: it does not answer.
+        ReplicatedCkptError: the agent runs and does not answer.
     """
     endpoint = running_agent(store)
     if endpoint is None:
@@ -210,7 +209,7 @@ def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
 def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
     """This node's holdings: from its agent, which has the state of uploads, else from the disk and the state files."""
     endpoint = listening_endpoint(store.root_agent_directory())
-    # An endpoint of another node is left where a disk was swapped: its agent would answer for that node.
+    # After disks were swapped, the endpoint file may be another node's, whose agent would answer for that node.
     if asks and endpoint is not None and endpoint.node_id == own:
         try:
             return _ask(endpoint.local_address())
@@ -237,7 +236,7 @@ def on_each_host(seen: NodesSeen, nodes: Iterable[str], command: str) -> str:
 
 
 def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> list[str]:
-    """How to bring back these nodes, which did not answer."""
+    """The next steps that bring back these nodes, which did not answer."""
     silent = {node: seen.unreached[node] for node in nodes}
     down = {node for node, error in silent.items() if runs_no_agent(error)}
     others = {node: error for node, error in silent.items() if isinstance(error, StoreDenied | ConfigInvalid)}
@@ -245,26 +244,26 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> 
     hung = silent.keys() - down - others.keys() - mixed
     wake = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(root))}"
     start = (
-        f"next step: on {seen.list_names(down)} start an agent for a minute, as by {on_each_host(seen, down, wake)}, and "
-        "repeat this command; `ls --start-agents --rsh ssh` does both. A job starts agents, too. If one runs there, this "
-        "node has an old address of it: `ls --nodes HOST:PORT` asks it, and the next save or load with ranks on both nodes "
-        "updates the address"
+        f"next step: start an agent on {seen.list_names(down)}, as by {on_each_host(seen, down, wake)}, and repeat this "
+        "command within a minute; `ls --start-agents --rsh ssh` does both. A job starts agents, too. If an agent runs "
+        "there already, this node has an old address of it: `ls --nodes HOST:PORT` asks it, and the next save or load with "
+        "ranks on both nodes updates the address"
     )
     look = (
         f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "
-        "which shows whether the agent is stopped. If it runs, a firewall may drop its port"
+        "which shows whether the agent is stopped. If the agent runs, a firewall may block its port"
     )
     plain = (
-        f"next step: either all nodes encrypt or none does: {PLAIN_ENV} (or `--plain`) is set either on "
-        f"{seen.list_names(mixed)} or here, but not on both"
+        f"next step: set {PLAIN_ENV} (or `--plain`) on all nodes or on none. It is set here but not on "
+        f"{seen.list_names(mixed)}, or there but not here"
     )
     refused = [f"next step for {seen.name(node)}: {error.hint}" for node, error in sorted(others.items())]
     return [*([start] if down else []), *([look] if hung else []), *([plain] if mixed else []), *refused]
 
 
 def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int) -> list[str]:
-    """The next step if these nodes never come back, each of which may have a missing file of a checkpoint."""
-    # `repair --lost` could make no copy: too few nodes are left to hold one.
+    """The next step if these nodes never come back. Each of them may have a missing file of a checkpoint."""
+    # With too few nodes left, `repair --lost` could make no copies.
     if nodes and len(seen.holdings_by_node) < copies_wanted:
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
         names = seen.list_names(nodes)

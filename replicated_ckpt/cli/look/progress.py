@@ -1,4 +1,4 @@
-"""Output of the command line: tables, the progress of a long read, and the reason of a wait."""
+"""Output of the command line: tables, the progress of long work, and a line about a slow bucket."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns all columns to the left. The caller aligns numbers to the right."""
+    """The rows below the header, with all columns aligned to the left."""
     return align([header, *rows], left=range(len(header)))
 
 
@@ -49,7 +49,7 @@ def parse_seconds(text: str) -> float:
 _FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
 Look = Callable[[], Mapping[str, tuple[int, int]]]
-"""By node that is at work: the bytes that it has done, and their total."""
+"""By node that is at work: the bytes done, and their total."""
 
 
 def read_all(
@@ -67,11 +67,11 @@ def read_all(
 
 @contextmanager
 def show_progress(verb: str, done: str, look: Look, *, always: bool = False) -> Iterator[None]:
-    """Shows how far the block is, on a terminal or `always`, by what a thread of its own finds with `look` each second.
+    """While the block runs, prints the progress that `look` returns once a second, to a terminal or `always`.
 
-    `done`: the word behind the bytes, as "read".
+    `look` is called in another thread. `done`: the word after the bytes, such as "read".
     """
-    # A log would fill with lines of progress.
+    # Without a terminal, a log would fill with lines of progress.
     if not (always or sys.stderr.isatty()):
         yield
         return
@@ -80,7 +80,7 @@ def show_progress(verb: str, done: str, look: Look, *, always: bool = False) -> 
 
 
 class ProgressLine:
-    """A line on standard error: on a terminal each one replaces the last, and the end removes it."""
+    """A line on standard error. On a terminal each line replaces the last one, and `clear` removes it."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -150,7 +150,7 @@ SAID_AFTER_S = 3.0
 
 @contextmanager
 def say_if_slow(url: str) -> Iterator[None]:
-    """If the block takes longer than a moment, prints that the command waits for `url`."""
+    """If the block takes longer than SAID_AFTER_S, prints that the command waits for `url`."""
     timer = threading.Timer(SAID_AFTER_S, _say, [url])
     timer.daemon = True
     start_thread(timer)

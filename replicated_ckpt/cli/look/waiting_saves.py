@@ -1,4 +1,4 @@
-"""Saves in doubt for the command line, with the next step if nodes never come back."""
+"""Saves in doubt, as the command line shows them, with the next step if nodes never come back."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save that is staged on this node and that no process works on. It is settled once the nodes of the save answer."""
+    """A save that is staged on this node, and on which no process works. It is settled once all its nodes answer."""
 
     save_id: str
     checkpoint_id: str
@@ -31,7 +31,7 @@ class StagedSave:
     nodes: tuple[str, ...]
     """The other nodes of the save."""
     blocked_by: str = ""
-    """If this save is decided: the other save that has its name here. No answer of another node changes that."""
+    """If this save is decided: the other save that has its name here. Then it waits for no node."""
 
     def __str__(self) -> str:
         nodes = ", ".join(self.nodes) or "none"
@@ -42,7 +42,7 @@ class StagedSave:
 
 
 def list_staged_saves(store: LocalStore) -> list[StagedSave]:
-    """The saves that are staged on this disk and that no rank works on."""
+    """The saves that are staged on this disk, and on which no rank works."""
     own = store.read_node_id()
     return [
         StagedSave(
@@ -53,13 +53,13 @@ def list_staged_saves(store: LocalStore) -> list[StagedSave]:
             _find_blocking(store, intent.save_id, intent.checkpoint_id),
         )
         for intent in store.list_staged()
-        if not store.is_locked(intent.save_id)  # else a rank works on it: it is in no doubt
+        if not store.is_locked(intent.save_id)  # a rank works on a locked save, which is not in doubt
     ]
 
 
 @dataclass(frozen=True)
 class WaitingSave:
-    """A save in doubt: the nodes for whose answers it waits, or the error that prevented its settlement."""
+    """A save in doubt. `nodes`: those whose answers it waits for. `failure`: the error that prevented its settlement."""
 
     save_id: str
     checkpoint_id: str
@@ -90,7 +90,7 @@ def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) ->
 
 
 def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
-    """The save that has the name of a decided one. "": the save is not decided, may take the name, or that is unknown."""
+    """The other save that has the name of a decided one. "": not decided, not blocked, or the disk cannot be read."""
     with contextlib.suppress(ReplicatedCkptError, OSError):
         named, intent = store.catalog.find_manifest(checkpoint_id), store.intent_of(save_id)
         decided = None if named is None else read_decision(store.staging(save_id), save_id)
@@ -101,7 +101,7 @@ def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
 
 
 def waits_for_any(store: LocalStore) -> bool:
-    """Whether `status` shows a save in doubt here. A save that waits for no node is settled without help."""
+    """Whether `status` shows a save in doubt here. A save that waits for no node does not count: an agent settles it."""
     agent = None
     try:
         agent = ask_own_status(store)
@@ -111,7 +111,7 @@ def waits_for_any(store: LocalStore) -> bool:
 
 
 def describe_wait(save: StagedSave | WaitingSave, seen: NodesSeen) -> str:
-    """Describes what a save in doubt waits for: nodes, or another save."""
+    """The phrase that names the nodes, or the other save, for which a save in doubt waits."""
     if save.blocked_by:
         return (
             f"it is decided, but save {save.blocked_by} has its name on this node. It is deleted once a newer save of "
@@ -125,7 +125,7 @@ def describe_wait(save: StagedSave | WaitingSave, seen: NodesSeen) -> str:
 
 
 def advise_on_in_doubt(save: StagedSave | WaitingSave, seen: NodesSeen, root: Path) -> list[str]:
-    """The next step for a save in doubt that waits for a node without an answer."""
+    """The next step for a save in doubt that waits for nodes that did not answer."""
     missing = [] if save.blocked_by else _find_missing(save.nodes, seen)
     lost = " ".join(f"--lost {node}" for node in missing)
     step = (
@@ -146,13 +146,13 @@ def _sum_staged_bytes(store: LocalStore, intent: Intent) -> int:
 
 
 def label_nodes(store: LocalStore, saves: Sequence[StagedSave]) -> Mapping[str, str]:
-    """The last known address of each node that such a save waits for."""
+    """The last known address of each node that these saves wait for."""
     known = {peer.node_id: peer.label for peer in PeerBook(store.root_agent_directory()).read_all()}
     return {node: known.get(node, f"node {node}, never met") for save in saves for node in save.nodes}
 
 
 def describe_loss(save: StagedSave, lost: Sequence[str], holdings: Sequence[Holding]) -> str:
-    """Describes, before a save is aborted, what may be lost, and what is left of its checkpoint."""
+    """The line, before a save is aborted, that names the possible loss and the remaining versions of its checkpoint."""
     versions = [found for found in saves_found(holdings) if found.checkpoint_id == save.checkpoint_id]
     left = ", ".join(f"save {found.save_id} (sequence {found.sequence})" for found in versions) or "no other version"
     return (

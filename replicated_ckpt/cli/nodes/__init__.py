@@ -1,1 +1,1 @@
-"""Verbs about nodes: how they are, and which are waited for."""
+"""Verbs about nodes: run an agent, show their state, drain and forget them."""

@@ -13,7 +13,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serves until stopped; returns the exit code 0.
 
     Raises:
-        CheckpointNotFound: the root is a file. And as the agent's command.
+        CheckpointNotFound: the root is a file. AgentUnavailable, ConfigInvalid: as the `run` of `agent/command.py`.
     """
     check_is_no_file(arguments.root)
     return command.run(arguments)

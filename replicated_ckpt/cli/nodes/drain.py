@@ -26,12 +26,12 @@ from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HELP = "Copy what this node holds to other nodes, and print whether it may be taken down."
 _ALONE = (
-    "next step: run a job with ranks on another node, too, whose agent then receives the copies; or save "
-    "what you need with `replicated-ckpt export`"
+    "next step: run a job with ranks on another node as well, whose agent then receives the copies; or save the "
+    "checkpoints that you need with `replicated-ckpt export`"
 )
 _SHOWN_MAX = 5
 ROUNDS_MAX = 4
-"""A node first gets a checkpoint's manifest and then its shards; a third round finds nothing."""
+"""A node gets a checkpoint's manifest in one round and its shards in the next. A third round has no work."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +47,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store, unread = open_store(arguments.root), frozenset[str]()
     if not arguments.dry_run:
-        # First: of two drains at once the later one counts on nothing that goes with the other.
+        # Announced first: of two drains at the same time, the later one does not count copies on the other node.
         _tell_agent(store, is_drained=True)
-        unread = read_all(store).silent_nodes  # the agents of all others know of every bad copy then
+        unread = read_all(store).silent_nodes  # all other agents have now recorded their bad copies
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):
         if not arguments.dry_run:
-            _tell_agent(store, is_drained=True)  # once more: that has taken long, and another agent may run by now
+            _tell_agent(store, is_drained=True)  # again: an agent that was restarted meanwhile has lost the mark
         seen = look_at_nodes(store)
         plan = _plan(seen, unread)
-        # What has failed would fail again; the user sees why first.
+        # A failed action would fail again: the user first needs to see its error.
         if arguments.dry_run or not plan.actions or failed:
             break
         done += len(plan.actions)
@@ -82,7 +82,7 @@ def _tell_agent(store: LocalStore, *, is_drained: bool) -> None:
 
 @dataclass(frozen=True)
 class _Drained:
-    """The progress of a drain. `plan`: the copies that are missing. `stays`: data that only this node can move elsewhere.
+    """The progress of a drain. `plan`: the missing copies. `stays`: data here that copies on other nodes cannot replace.
 
     `not_copied`: files in checkpoints' directories that are not part of a checkpoint, and that no node copies. `unread`:
     nodes that answer now, but did not read their files when they were asked. Their copies do not count.
@@ -114,7 +114,7 @@ class _Drained:
 
     @property
     def _drained_before(self) -> list[str]:
-        """Other nodes that answer and are taken down, too."""
+        """Other nodes that answer and are about to be taken down, too."""
         return [
             node
             for node, held in self.seen.holdings_by_node.items()
@@ -131,7 +131,7 @@ class _Drained:
         return "not enough room for the copies on other nodes" if self._has_others else "no other node can hold a copy"
 
     def _name_not_copied(self, store: LocalStore) -> list[str]:
-        """Data that is lost with the node, and of which no copies are made."""
+        """Lines about data that is lost with the node, because no node copies it."""
         lines = []
         if self.not_copied:
             named = list_some(self.not_copied, _SHOWN_MAX, "file")
@@ -160,7 +160,7 @@ class _Drained:
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
             there = f"too few copies on the {others} that answered" if other_count else "no copy elsewhere"
-            lines.append(f"{label} must stay up: what is listed above has {there}")
+            lines.append(f"{label} must stay up: the data listed above has {there}")
             lines += [] if self._has_others else [_ALONE]
             return [
                 *lines,
@@ -172,7 +172,7 @@ class _Drained:
         if other_count < wanted:
             lines.append(f"but {wanted} copies are wanted, and {others} can hold no more than one each")
         lines.append(
-            "next step: end the ranks here first, as they would save here again, then stop the node. Other drains do "
+            "next step: first end the ranks here, which would save here again, then stop the node. Other drains do "
             "not count its copies until its agent ends or a rank saves here. If this node never comes back: "
             f"`replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others"
         )
@@ -202,7 +202,7 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     if own is not None:
         pending = own["object_store"]["pending"].values()
         stays += [f"{upload['checkpoint_id']} is being uploaded to {upload['url']}" for upload in pending]
-    # Without an agent nothing tells which uploads are over: the bucket may lack what only lies here.
+    # Without an agent it is unknown which uploads are complete: the bucket may lack data that only this node has.
     elif any(manifest.upload for _, manifest in store.catalog.committed()):
         stays.append("no agent runs here, so open uploads are unknown; without --dry-run the command starts one")
     return stays

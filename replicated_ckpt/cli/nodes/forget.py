@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look import unmanaged_rows
-from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints, list_unmanaged
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
@@ -22,7 +21,7 @@ HELP = "Remove a node that never comes back from this node's address book, and p
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("node", metavar="NODE", help="its id, or its host if only one node has that host")
+    parser.add_argument("node", metavar="NODE", help="id of the node, or its host if no other node has that host")
     add_root_argument(parser)
     parser.add_argument("--force", action="store_true", help="also forget a node that may hold the last copy of a file")
     add_output_argument(parser)
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     seen = look_at_nodes(store)
     forgotten = _find_forgotten(store, seen, arguments.node)
     node = forgotten or find_node(seen, arguments.node)
-    # A node that answers would be forgotten with its copies, and its agent would go on counting on this one.
+    # Forgetting a node that answers would give up its copies, while its agent still counts on the copies here.
     if not forgotten and node not in seen.unreached:
         hint = (
             "Only a node that never comes back can be forgotten: end its agent first, once its copies are on other "
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
     rows = list_checkpoints(seen)
-    # Repeated after a lost answer: the node is out of the book, and its losses were accepted then.
+    # If the answer to an earlier command was lost, the node is out of the book, and its losses were accepted then.
     losses = {} if forgotten else _list_losses(store, seen, rows, node)
     in_doubt = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_forgotten(store: LocalStore, seen: NodesSeen, named: str) -> str:
-    """The node of that name that was forgotten before, for example by a command that got no answer. "": none."""
+    """The node of that name that an earlier command forgot, perhaps without getting an answer. "": there is none."""
     book = PeerBook(store.root_agent_directory()).read_forgotten() - seen.addresses.keys()
     found = [node for node in book if named in (node, seen.name(node))]
     return found[0] if len(found) == 1 else ""
@@ -86,13 +85,13 @@ def find_node(seen: NodesSeen, named: str) -> str:
 
 
 def _list_losses(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen], node: str) -> dict[str, list[str]]:
-    """By checkpoint, the files of which no other node showed a copy, and this node may have one.
+    """By checkpoint, the files of which no node that answered has a copy, and `node` may have one.
 
-    Without a manifest the intended holders are unknown: any silent node may have the missing files, and the manifest.
+    Without a manifest it is unknown which nodes should have the files: any silent node may have them and the manifest.
     """
     losses = {row.checkpoint_id: list(row.missing) for row in rows if row.missing and node in row.not_reached}
     losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}
-    stock = unmanaged_rows.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    stock = list_unmanaged(store, seen, {row.checkpoint_id for row in rows})
     return losses | {row.checkpoint_id: list(row.missing) for row in stock if row.missing}
 
 
@@ -115,7 +114,7 @@ def _print(
         print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or use --force")
         return
     copies = (
-        "agents make new copies of what it held, if other nodes can take them"
+        "agents make new copies of its files, if other nodes can take them"
         if is_missed
         else "all copies exist without it"
     )

@@ -144,7 +144,7 @@ def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        # Such a disk still reads and has free bytes: nothing else would show that saves fail.
+        # A disk that cannot be written may be readable and have free bytes: nothing else would show that saves fail.
         if held.room is not None and held.room.write_error:
             what = f"{seen.label(node)}: its root cannot be written: {held.room.write_error}"
             yield f"{what}. Its ranks cannot save, and it takes no copies. Check `dmesg` and `df` there"
@@ -152,7 +152,7 @@ def _unwritable(seen: NodesSeen) -> Iterator[str]:
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        # A share of the disk says nothing: 5 % of 100 TB is room for many saves, and 20 % of 100 GB may be none.
+        # Bytes are compared, not shares: 5 % of 100 TB is room for many saves, and 20 % of 100 GB perhaps for none.
         largest = max((sum(one.sizes.values()) for one in held.holdings), default=0)
         if held.room is not None and held.room.size_bytes and held.room.free_bytes < largest + _ROOM_BYTES_MIN:
             what = f"{seen.label(node)}: {describe_room(held.room)}"
@@ -164,7 +164,7 @@ def describe_room(room: Room | None) -> str:
 
 
 def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Iterator[str]:
-    """One line, for the newest checkpoint with differing replicas: a run that has diverged has them in every save."""
+    """One line, for the newest checkpoint with diverged replicas: once a run has diverged, all its saves have them."""
     manifests = [seen.manifests[row.save_id] for row in rows if row.save_id in seen.manifests]
     diverged = sorted((one for one in manifests if one.divergences), key=lambda one: one.created_unix_s)
     if diverged:
@@ -178,7 +178,7 @@ def _describe_rejected(rows: Sequence[CheckpointSeen], root: Path) -> Iterator[s
     names = list(dict.fromkeys(row.checkpoint_id for row in rows if row.is_rejected))
     if names:
         undo = f"`replicated-ckpt reject {quote(names[0])} --undo --root {quote(str(root))}`"
-        yield f'rejected, so "latest" skips: {list_some(names, _NAMED_MAX)}. To end that: {undo}'
+        yield f'"latest" skips rejected checkpoints: {list_some(names, _NAMED_MAX)}. To end a rejection: {undo}'
 
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
@@ -216,7 +216,8 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
         return
     if found["is_complete"] or found["in_doubt"]:
         yield (
-            "re-protection: waits for the nodes that do not answer (agent: --lost-after-s, --away-after-s), then copies"
+            "re-protection: waits for the nodes that do not answer, for the agent's --lost-after-s or --away-after-s, "
+            "then makes the copies"
         )
         return
     planned = plural(found["planned"], "action")
@@ -226,4 +227,4 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
     yield "re-protection: " + "; ".join([work, *stuck])
 
 
-_STUCK = {"short": "short: too few nodes or intact copies", "lost": "lost"}
+_STUCK = {"short": "shards with too few copies, for lack of nodes or intact copies", "lost": "shards lost"}

@@ -42,7 +42,7 @@ _LOG_BYTES = 64 << 10
 _ERRORS_MAX = 3
 _LOG_COLUMNS = 200
 _LOG_MOMENT = "%Y-%m-%d %H:%M:%S"
-"""The begin of a line in the agent's log."""
+"""The time at the beginning of a line in the agent's log."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--own-agent", action="store_true", help="only check this node's agent: exit code 0 if it answers, else 5"
     )
-    add_output_argument(parser, "with --watch one line each time")
+    add_output_argument(parser, "with --watch, one line for each repetition")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_again(lines: Sequence[str], before: Sequence[str] | None, every_s: float) -> None:
-    """The lines below a clock, with a mark at each new line."""
+    """Prints the time, then the lines, with a mark at each line that `before` does not have."""
     clear = _CLEAR if sys.stdout.isatty() else ""
-    print(f"{clear}{format_moment(time.time())}, every {every_s:g} s until Ctrl-C; * marks what has changed")
+    print(f"{clear}{format_moment(time.time())}, every {every_s:g} s until Ctrl-C; * marks changed lines")
     changed = set(lines).difference(lines if before is None else before)
     print("\n".join(f"{'*' if line in changed else ' '} {line}" for line in lines), flush=True)
 
@@ -209,7 +209,7 @@ def _look(store: LocalStore, peers: PeerBook) -> _State:
     try:
         agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
-        # It runs, and is stopped or hangs: no other one can be started.
+        # The agent is stopped or hangs, so another one cannot be started.
         why_down, is_silent = str(exc), True
     if agent is None and not is_silent:
         why_down = _describe_end(store)
@@ -225,10 +225,10 @@ def _describe_end(store: LocalStore) -> str:
     """Why it is a problem that no agent runs here. "": the agent has exited normally, and no rank uses the store."""
     directory = store.root_agent_directory()
     try:
-        # Ranks are there and have no agent: their next save starts one, or fails.
+        # The next save of these ranks starts an agent, or fails.
         if has_clients(directory):
             return "none runs, and ranks use this store"
-        # An agent that leaves in good order removes its endpoint.
+        # An agent that exits normally removes its endpoint file.
         was_killed = read_endpoint(directory) is not None
     except ReplicatedCkptError as exc:
         return f"its state cannot be read: {exc.message}"
@@ -236,7 +236,7 @@ def _describe_end(store: LocalStore) -> str:
 
 
 def _read_last_errors(store: LocalStore, since_unix_s: float) -> list[str]:
-    """The last warnings and errors since then, in the log of an agent that a rank or command has started."""
+    """The last warnings and errors since that time in the log of this node's agent, if a rank or command started it."""
     path = store.root_agent_directory() / LOG_NAME
     try:
         with path.open("rb") as file:

@@ -1,1 +1,1 @@
-"""Verbs that remove checkpoints. What lies on a node goes by the word of that node's own user alone."""
+"""Verbs that remove checkpoints, or the optimizer of one. Only a node's own user can have its files removed."""

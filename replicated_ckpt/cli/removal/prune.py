@@ -1,4 +1,4 @@
-"""`replicated-ckpt prune --keep-last N`: the older checkpoints of each run go, by the rule that retention goes by."""
+"""`replicated-ckpt prune --keep-last N`: removes the older checkpoints of each run, by the same rules as retention."""
 
 import argparse
 import json
@@ -13,9 +13,9 @@ from replicated_ckpt.wording import plural
 
 HELP = (
     "Remove all but the newest checkpoints of each run from this node, from each node whose agent has the same key file, "
-    "and from the bucket once no node has them. Run it on each other node. Checkpoints that the job's own "
-    "keep_every, keep_period and keep_best select stay, too. If the job has a policy for a bucket, prune leaves that "
-    "bucket alone, unless --object-store names it."
+    "and from the bucket once no node has them. Without a common key file, run it on every node. Checkpoints that the "
+    "job's own keep_every, keep_period and keep_best select are kept, too. If the job has a policy for a bucket, prune "
+    "leaves that bucket alone, unless --object-store names it."
 )
 
 
@@ -44,12 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is a whole number from 1, not {text!r}; `rm ID` removes one checkpoint")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text!r}; `rm ID` removes one checkpoint")
     return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it."""
+    """Exit code: OK if all chosen checkpoints were removed everywhere. FAILED if a removal was refused, or copies are left.
+
+    UNREACHABLE if nodes that may have copies did not answer.
+    """
     retention = Retention(
         keep_last=arguments.keep_last, keep_every=arguments.keep_every, keep_period=arguments.keep_period
     )

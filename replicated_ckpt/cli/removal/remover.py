@@ -1,4 +1,4 @@
-"""What `rm` and `prune` have in common: saves go from the nodes whose user asks, and with the last copy from the bucket."""
+"""The removal that `rm` and `prune` share: from this node, from nodes with the same key file, then from the bucket."""
 
 import argparse
 from collections import Counter
@@ -9,7 +9,7 @@ from functools import cached_property
 from shlex import quote
 from typing import Any, Self
 
-from replicated_ckpt.agent.state.owner_key import read_owner_key
+from replicated_ckpt.agent.state.rights import read_owner_key
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
@@ -54,9 +54,11 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Removed:
-    """What became of each chosen save, by checkpoint id; and where it still is, by node. `not_here`: nothing was to go.
+    """The outcome for the chosen saves, by checkpoint id.
 
-    `removed`: from this node. `removed_on`: from other nodes, by the user's key. `refused`: why a node removed nothing.
+    `removed`: removed from this node. `removed_on`: from other nodes, by node. `refused`: by node, why it removed nothing.
+    `not_here`: this node had no copy. `removed_from`: by bucket. `kept`: why a save stays. `still_on`, `not_reached`: by
+    node, the saves that it still has, or may have. `still_in_bucket`, `left_to_policy`: the bucket that still has the save.
     """
 
     removed: list[str] = field(default_factory=list)
@@ -79,10 +81,11 @@ class Removed:
 
 
 class Remover:
-    """Removes what its caller chooses of the saves that `look` has seen, by the nodes' agents. A dry run starts none.
+    """Removes saves that `look` has found, through the nodes' agents. A dry run starts no agent.
 
-    Another node's agent removes its part if it was started with this user's key.
-    `leaves_to_policies`: nothing goes from a bucket that the job has a policy for, but from one that the user has named."""
+    Another node's agent removes its part if it was started with this user's key. `leaves_to_policies`: a bucket that the
+    job has a policy for is left alone, unless the user has named it.
+    """
 
     def __init__(
         self,
@@ -103,16 +106,16 @@ class Remover:
 
     @classmethod
     def look(cls, store: LocalStore, arguments: argparse.Namespace) -> Self:
-        """Starts this node's agent, and looks at the nodes and the bucket. Raises: AgentUnavailable, StoreError."""
+        """Starts this node's agent, and looks at the nodes and the bucket. Raises AgentUnavailable, StoreError."""
         target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
-        # A dry run changes nothing: it starts no agent, either.
+        # A dry run changes nothing, so it starts no agent.
         agent = None if arguments.dry_run else start_agent(store)
         seen = look_at_nodes(store)
         rows = list_checkpoints(seen, None if target is None else list_bucket(target))
         return cls(store, arguments, agent, target, seen, rows)
 
     def removables(self) -> list[Removable]:
-        """The saves as the decision sees them; without those that no manifest tells of, and renamed directories."""
+        """The saves as the rules of retention judge them, without saves of unknown manifest and renamed directories."""
         waiting = pending(held.node_report for held in self.seen.holdings_by_node.values())
         return [
             Removable(self._candidate(row, waiting), row.lineage, is_lost=self._is_lost(row))
@@ -122,7 +125,7 @@ class Remover:
         ]
 
     def _is_lost(self, row: CheckpointSeen) -> bool:
-        """Whether nothing whole goes with it: not on nodes, and not in the bucket, which may have it."""
+        """Whether a removal deletes no complete copy: the nodes have none, and the bucket has none or keeps it."""
         return row.is_lost and (self._keeps_bucket or row.bucket not in ("there", "unknown"))
 
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
@@ -140,21 +143,18 @@ class Remover:
         )
 
     def find_others(self) -> set[str]:
-        """The saves in the bucket of runs that no node here has: another cluster's, unless this one has none at all."""
+        """The saves in the bucket of runs that no node has, perhaps another cluster's. Empty if no node has any run."""
         runs = {row.lineage for row in self.rows if row.state != IN_BUCKET} - {""}
         return {row.save_id for row in self.rows if runs and row.state == IN_BUCKET and row.lineage not in runs}
 
     def wanted_by(self, run: tuple[str, str], tier: str = NODES) -> Retention | None:
-        """What the ranks of this node want kept of a run there, by its scope and lineage; None: they have not said."""
-        said = self.seen.holdings_by_node[self.seen.own_node].node_report.policies
-        policies = said or PolicyBook(self._store.root_agent_directory()).read_all()  # no agent runs
+        """The policy for a run (its scope and lineage) in a tier that ranks sent to this node. None: they sent none."""
+        reported = self.seen.holdings_by_node[self.seen.own_node].node_report.policies
+        policies = reported or PolicyBook(self._store.root_agent_directory()).read_all()  # if no agent runs
         return next((one.retention for one in policies if one.tier == tier and (one.scope, one.lineage) == run), None)
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
-        """Removes each, the oldest first; what stands in the way of one keeps no other checkpoint.
-
-        A version stays with an older one of its checkpoint: that would have the name again.
-        """
+        """Removes the chosen saves, the oldest first. An error keeps only the versions of that checkpoint."""
         outcome = Removed()
         for row in reversed(chosen):
             # A newer version goes only after the older one, which would have the name again.
@@ -169,9 +169,9 @@ class Remover:
         return outcome
 
     def _look_again(self, chosen: Sequence[CheckpointSeen], outcome: Removed) -> None:
-        """The command may run on several nodes at once: the last one to look takes it from the bucket.
+        """Looks at the other nodes again. Saves that no node has any more are removed from the bucket.
 
-        By now this node's copy is gone, and so is that of each other node whose command has come as far.
+        The command may run on several nodes at once. Each removes its own copy before this look: the last one finds none.
         """
         shared = {checkpoint_id for ids in outcome.still_on.values() for checkpoint_id in ids}
         saves = {(row.checkpoint_id, row.save_id) for row in chosen}
@@ -192,7 +192,7 @@ class Remover:
     def _remove(self, row: CheckpointSeen, outcome: Removed) -> None:
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "force": self._force}
         others = [node for node in row.nodes if node in self.seen.holdings_by_node and node != self.seen.own_node]
-        # Asked before anything changes: what a load reads must stay everywhere.
+        # Asked before anything changes: a save that a load reads must stay everywhere.
         asked = {**named, "is_asked": True}
         why = self._ask_agent("/v1/remove", asked)["why"] or next(
             filter(None, self._ask_others(others, asked, outcome)), ""
@@ -201,7 +201,7 @@ class Remover:
             outcome.kept[row.checkpoint_id] = f"{why}; wait for it to end, or use --force"
             return
         others = [node for node in others if not self._remove_on(node, row, named, outcome)]
-        # A node that is down may have the last copy: the bucket keeps its own until that is known.
+        # A silent node may have the last copy, so the bucket keeps its own until that is known.
         silent = self._silent_holders(row)
         for book, nodes in ((outcome.still_on, others), (outcome.not_reached, silent)):
             for node in nodes:
@@ -215,7 +215,7 @@ class Remover:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
         here = self.seen.holdings_by_node[self.seen.own_node]
-        # Files without a manifest may be another save's: the agent removes none of them.
+        # Files without a manifest may belong to another save, so the agent removes none of them.
         if any(one.checkpoint_id == row.checkpoint_id for one in here.unclaimed):
             path = quote(str(self._store.root / row.checkpoint_id))
             outcome.kept[row.checkpoint_id] = (
@@ -225,20 +225,20 @@ class Remover:
             return
         held = [h for h in here.holdings if (h.checkpoint_id, h.save_id) == (row.checkpoint_id, row.save_id)]
         if not held and not answer["is_removed"]:
-            # The agent may have gone on with its note before it came to this answer.
+            # The agent may have finished an earlier, interrupted removal of this save by itself.
             outcome.not_here.append(row.checkpoint_id)
             return
         outcome.removed.append(row.checkpoint_id)
         self._count_freed(row, self.seen.own_node, outcome)
 
     def _ask_others(self, nodes: Sequence[str], document: Mapping[str, Any], outcome: Removed) -> Iterator[str]:
-        """Why one of these nodes keeps a save, or "", for each that heeds this user. The others are noted as refusing."""
+        """The reason of each of these nodes that keeps the save. A node that refuses this user is recorded in `outcome`."""
         for node in nodes:
             if (answer := self._ask_other(node, document, outcome)) is not None and answer["why"]:
                 yield f"on {self.seen.label(node)}: {one_line(answer['why'])}"
 
     def _ask_other(self, node: str, document: Mapping[str, Any], outcome: Removed) -> Mapping[str, Any] | None:
-        """The answer of another node's agent to `remove`; None: it does not heed this user, or did not answer."""
+        """The answer of another node's agent to `remove`. None: it refuses this user, or did not answer."""
         address = self.seen.addresses.get(node)
         if not self._key or address is None or node in outcome.refused:
             return None
@@ -254,11 +254,11 @@ class Remover:
         return None
 
     def _remove_on(self, node: str, row: CheckpointSeen, named: Mapping[str, Any], outcome: Removed) -> bool:
-        """Whether another node has nothing of the save any more."""
+        """Has another node's agent remove the save. Returns whether nothing of the save is left there."""
         answer, there = self._ask_other(node, named, outcome), self.seen.holdings_by_node[node]
         if answer is None:
             return False
-        # Files without a manifest may be another save's: the agent removes none of them.
+        # Files without a manifest may belong to another save, so the agent removes none of them.
         if any(one.checkpoint_id == row.checkpoint_id for one in there.unclaimed):
             answer = {**answer, "why": "its manifest is damaged, so the files belong to an unknown save"}
         if answer["why"]:
@@ -276,10 +276,10 @@ class Remover:
         self._freed_by_node[node] += size_bytes
 
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
-        """Nodes that did not answer, or were not asked as their address is not known, and were meant to hold some of it.
+        """Nodes that should hold files of the save, and did not answer or have no known address here.
 
-        Without a manifest, as of one in the bucket alone, any that did not answer may be. Those that the user has had
-        forgotten never come back.
+        Without a manifest, as of a save in the bucket alone, these are all nodes that did not answer. Nodes that `forget`
+        has removed do not count.
         """
         manifest = self.seen.manifests.get(row.save_id)
         meant = {*self.seen.unreached} if manifest is None else {node.node_id for node in manifest.nodes}
@@ -290,7 +290,7 @@ class Remover:
         return PeerBook(self._store.root_agent_directory()).read_forgotten()
 
     def _remove_from_bucket(self, row: CheckpointSeen, *, is_last: bool, outcome: Removed) -> None:
-        """Before this node's copy goes: a removal that is cut off is found, and done, by the same command again."""
+        """Removes the save from its buckets. After an interruption, this node still has the save for another try."""
         manifest = self.seen.manifests.get(row.save_id)
         upload = None if manifest is None else manifest.upload
         urls = {*([] if upload is None else [upload.url]), *([] if self._target is None else [self._target.url])}
@@ -310,9 +310,9 @@ class Remover:
         return self.wanted_by((scope_of(row.checkpoint_id), row.lineage), url) is not None
 
     def _remove_from(self, url: str, row: CheckpointSeen) -> None:
-        manifest = self.seen.manifests.get(row.save_id)  # the agent may have removed its own by now
+        manifest = self.seen.manifests.get(row.save_id)  # from the first look: the agent's may be removed by now
         if self._target is not None and url == self._target.url:
-            with say_if_slow(url), closing(open_client(self._target)) as there:  # with credentials of the environment
+            with say_if_slow(url), closing(open_client(self._target)) as there:  # credentials from the environment
                 remove_save(Bucket(there), row.checkpoint_id, row.save_id, manifest)
             return
         raw = b"" if manifest is None else manifest.encode()
@@ -340,7 +340,7 @@ class Remover:
         return [f"the command removes from this node alone, as {OWNER_KEY_ENV} is not set"]
 
     def describe(self, outcome: Removed) -> list[str]:
-        """What was done, what was not and why, and what to do where copies are left."""
+        """Lines with the outcome: removals, the saves that stay and why, and the next step if copies are left."""
         by_node = {**({self.seen.own_node: outcome.removed} if outcome.removed else {}), **outcome.removed_on}
         where = {node: self.seen.label(node) for node in by_node} | {self.seen.own_node: "this node"}
         lines = [
@@ -378,7 +378,7 @@ class Remover:
 
 _SHOWN_MAX = 5
 _TOLD_BYTES_MAX = 1 << 20
-"""A larger manifest is not sent to the agent: then what had arrived of a save without a mark may stay in the bucket."""
+"""A larger manifest is not sent to the agent: shards of an upload without a commit mark may then stay in the bucket."""
 
 
 def _shorten(ids: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""`replicated-ckpt rm ID`: one checkpoint goes from this node for good, and from the bucket with its last copy."""
+"""`replicated-ckpt rm ID`: removes one checkpoint from this node for good, and from the bucket once no node has it."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from replicated_ckpt.stores.local.versions.remove import renamed_refusal
 
 HELP = (
     "Remove one checkpoint from this node, from each node whose agent has the same key file, and from the bucket once no "
-    "node has it. Run it on each other node."
+    "node has it. Without a common key file, run it on every node."
 )
 
 
@@ -29,14 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if no node that is known has it any more; FAILED if it was refused, or others have it still."""
+    """Exit code: OK if it was removed everywhere. FAILED if the removal was refused, or other nodes still have copies.
+
+    UNREACHABLE if nodes that may have copies did not answer.
+    """
     store = open_store(arguments.root)
     remover = Remover.look(store, arguments)
     listed = [
         row for row in remover.rows if row.checkpoint_id == arguments.id and arguments.save in (None, row.save_id)
     ]
     chosen = [row for row in listed if row.save_id]
-    # Files without a manifest may be of another save than the one that is meant: their user removes them.
+    # Files without a manifest may belong to a save that the user wants to keep: only the user can remove them.
     if listed and not chosen:
         path = quote(str(store.root / arguments.id))
         hint = f"`repair` restores the manifest if another node has it. If you do not need the files: `rm -r {path}`."
@@ -65,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_bucket: bool) -> str:
-    """Why it is not removed without --force, in words that go behind its name; "" if nothing speaks against it."""
+    """Why it is not removed without --force, as a phrase that follows its id. "": it may be removed."""
     rows, scope = remover.rows, scope_of(chosen[0].checkpoint_id)
     runs = {one.lineage for one in rows if one.state != IN_BUCKET and scope_of(one.checkpoint_id) == scope} - {""}
     # Clusters may share a prefix: the save may be another cluster's.

@@ -1,4 +1,4 @@
-"""`replicated-ckpt slim ID`: one checkpoint on this node loses its optimizer, and keeps the model alone."""
+"""`replicated-ckpt slim ID`: removes the optimizer of one checkpoint from this node, and keeps the model."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Slimmed:
-    """What became of the checkpoint. `refused`: why nothing was changed; `kept`: why it is still full here, if it is."""
+    """The outcome. `refused`: why nothing was changed, or "". `kept`: why the checkpoint is still full here, or ""."""
 
     checkpoint_id: str
     save_id: str
@@ -54,7 +54,7 @@ class Slimmed:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if no node that answers has its optimizer any more; FAILED if it was refused, or others have it."""
+    """Exit code: OK if no node that answers still has the optimizer. FAILED if some do, or the removal was refused."""
     store = open_store(arguments.root)
     target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     seen = look_at_nodes(store)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcome = Slimmed(arguments.id, manifest.save_id, list(gone))
     outcome.refused = "" if arguments.force else _find_refusal(manifest, rows, seen)
     if not gone:
-        outcome.refused = "has no optimizer in files of its own, or nothing else"
+        outcome.refused = "has no optimizer in separate files, or nothing else"
     outcome.full_on = _list_full(manifest, seen)
     if not (outcome.refused or arguments.dry_run):
         _drop(store, manifest, outcome)
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_refusal(manifest: Manifest, rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
-    """Why it stays full without --force, in words that go behind its name; "" if nothing speaks against it."""
+    """Why it stays full without --force, as a phrase that follows its id. "": it may be slimmed."""
     if manifest.is_slim:
         return ""
     others = (row for row in rows if row.save_id != manifest.save_id and row.lineage == manifest.lineage)
@@ -99,7 +99,7 @@ def _find_refusal(manifest: Manifest, rows: Sequence[CheckpointSeen], seen: Node
 
 
 def _is_full(row: CheckpointSeen, seen: NodesSeen) -> bool:
-    """Whether the run could resume from it: it is whole, and has an optimizer."""
+    """Whether the run could resume from it: all its files were seen, and it has an optimizer."""
     known = seen.manifests.get(row.save_id)
     has_optimizer = known is not None and known.weights is not None
     is_whole = row.state == IN_BUCKET or bool(row.copies_seen)
@@ -107,7 +107,7 @@ def _is_full(row: CheckpointSeen, seen: NodesSeen) -> bool:
 
 
 def _list_full(manifest: Manifest, seen: NodesSeen) -> list[str]:
-    """The other nodes that have published the full save."""
+    """The other nodes that still have the full save under its name."""
     held = [holding for holding in seen.holdings if holding.save_id == manifest.save_id]
     full = {one.node_id for one in held if not (one.is_slim or one.is_replaced)}
     return sorted(full - {seen.own_node})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicated_ckpt.agent.http.exposition import Family, histogram, render
+from replicated_ckpt.agent.http.metrics import Family, histogram, render
 from replicated_ckpt.core.rank_report import RankReport
 from replicated_ckpt.dcp.runtime.agent_report import send_report
 from replicated_ckpt.errors import StoreFull

@@ -179,7 +179,7 @@ def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
     assert "must stay up" in done.stdout
     assert "too few nodes answered to hold the copies: step-1" in done.stdout
     assert "no room" not in done.stdout
-    assert "next step: on host1" in done.stdout
+    assert "next step: start an agent on host1" in done.stdout
 
 
 def test_a_node_that_is_alone_is_told_so(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
         assert "nothing to remove" in command("prune", "--keep-last", "2", "--root", nodes[1].root).stdout
         for wrong in ("0", "-1", "all"):
             done = command("prune", f"--keep-last={wrong}", "--root", nodes[1].root)
-            assert (done.returncode, f"--keep-last: it is a whole number from 1, not '{wrong}'" in done.stderr) == (
+            assert (done.returncode, f"--keep-last: must be a whole number from 1, not '{wrong}'" in done.stderr) == (
                 2,
                 True,
             )

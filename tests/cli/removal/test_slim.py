@@ -109,4 +109,4 @@ def test_what_has_no_optimizer(tmp_path: Path, capsys: Capsys) -> None:
     assert main(["slim", "step-9", "--root", str(store.root)]) != ExitCode.OK
 
 
-_NONE = "has no optimizer in files of its own, or nothing else"
+_NONE = "has no optimizer in separate files, or nothing else"

@@ -166,7 +166,7 @@ def test_the_command_marks_and_the_others_show_it(
     code, told = run("status")
     assert code == ExitCode.OK
     undo = f"`replicated-ckpt reject step-2 --undo --root {root}`"
-    assert f'note: rejected, so "latest" skips: step-2. To end that: {undo}' in told
+    assert f'note: "latest" skips rejected checkpoints: step-2. To end a rejection: {undo}' in told
     code, told = run("reject", "step-2", "--undo", "-o", "json")
     assert json.loads(told)["buckets"] == [bucket]
     assert "rejected" not in run("ls", "--object-store", bucket)[1]

@@ -1,10 +1,10 @@
-"""`replicated-ckpt import PATH ID --from FORMAT`: a checkpoint of ours from another format."""
+"""`replicated-ckpt import PATH ID --from FORMAT`: makes a checkpoint of this package from another format."""
 
 import argparse
 import json
 from dataclasses import asdict
 
-from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
+from replicated_ckpt.cli.checkpoints.export import Printer, add_key_arguments, describe_converted, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
 from replicated_ckpt.cli.look.given_root import add_root_argument
 from replicated_ckpt.cli.printing import add_output_argument
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="id of the new checkpoint")
     add_root_argument(parser, "this node's store; created if missing")
     parser.add_argument(
-        "--from", required=True, choices=["torch", "safetensors", "dcp"], dest="format", help="what PATH is"
+        "--from", required=True, choices=["torch", "safetensors", "dcp"], dest="format", help="the format of PATH"
     )
     parser.add_argument("--object-store", metavar="URL", help="also upload to this bucket, such as s3://bucket/prefix")
     parser.add_argument(
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the checkpoint is committed and read back, with --object-store also there. See ExitCode."""
-    # Imported here: it brings torch, which `--help` and wrong options need not wait for.
+    """Exit code: OK if the checkpoint is committed and was read back, with --object-store also there. See ExitCode."""
+    # Imported here: this imports torch, and `--help` and wrong options should not wait for that.
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
 
     try:
@@ -60,5 +60,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(done), indent=2))
     else:
-        print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
+        print(f"{done.checkpoint_id}: {describe_converted(done)} saved in {done.place} and read back")
     return ExitCode.OK

@@ -1,1 +1,0 @@
-"""Verbs that bring checkpoints into other formats and back."""
