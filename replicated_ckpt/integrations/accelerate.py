@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
 check_versions("accelerate")  # an older one may lack what is imported from it
 
@@ -33,9 +33,15 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import (
+    AdapterPlanner,
+    drop_base,
+    get_saved_state,
+    get_wanted_state,
+    get_wanted_weights,
+    set_loaded_state,
+)
 
 _MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
 _SCHEDULER = re.compile(rf"{SCHEDULER_NAME}(_[0-9]+)?\.bin")

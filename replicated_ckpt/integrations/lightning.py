@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
 check_versions("lightning")  # an older one may lack what is imported from it
 
@@ -30,8 +30,14 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
 )
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.user_code import warn
-from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import (
+    AdapterPlanner,
+    drop_base,
+    get_saved_state,
+    get_wanted_state,
+    get_wanted_weights,
+    set_loaded_state,
+)
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"

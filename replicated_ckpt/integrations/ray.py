@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
 check_versions("ray")  # an older one may lack what is imported from it
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
 check_versions("torchtitan")  # an older one may lack what is imported from it
 

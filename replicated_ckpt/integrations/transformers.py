@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
 check_versions("transformers")  # an older one may lack what is imported from it
 
@@ -30,9 +30,15 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.rank_state import entries_of, rank_and_world, values_in, wanted_entries
 from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import (
+    AdapterPlanner,
+    drop_base,
+    get_saved_state,
+    get_wanted_state,
+    get_wanted_weights,
+    set_loaded_state,
+)
 from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
