@@ -1,7 +1,7 @@
-"""PyTorch Lightning with FSDP2: one line names the strategy, and ModelCheckpoint and `ckpt_path` do what they always do.
+"""PyTorch Lightning with FSDP2: one line names the strategy. ModelCheckpoint and `ckpt_path` keep their meaning.
 
-Restored are model, optimizer, schedule, loops, callbacks, the place in the data and each rank's random generators.
-Gradients are not: ModelCheckpoint saves between optimizer steps.
+Restored: model, optimizer, schedule, loops, callbacks, the position in the data, and each rank's random generators.
+Gradients are not restored: ModelCheckpoint saves between optimizer steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Regression(lightning.LightningModule):
 
 
 class Told(lightning.Callback):
-    """Says where training begins, and what is saved then."""
+    """Prints the first step, and each save."""
 
     def __init__(self, every: int) -> None:
         self.every = every
