@@ -9,13 +9,13 @@ _NEEDED = re.compile(r"""(?P<name>[\w.-]+)(\[.*\])?>=(?P<version>[\d.]+); *extra
 
 
 def check_versions(extra: str) -> None:
-    """Compares the versions of an extra of this package with the installed ones. Packages without metadata are skipped.
+    """Compares the lowest versions in an extra of this package with the installed ones. Skips packages without metadata.
 
     Raises:
         ConfigInvalid: a package is too old.
     """
     for line in _find_lines():
-        # Lines of other extras, or without a lower bound.
+        # Skips other extras, and packages without a lower bound.
         needed = _NEEDED.fullmatch(line)
         if needed is None or needed["extra"] != extra:
             continue
@@ -35,7 +35,7 @@ def _find_lines() -> list[str]:
     try:
         return requires("replicated-ckpt") or []
     except PackageNotFoundError:
-        return []  # run from a source tree: nothing to compare with
+        return []  # this package runs from a source tree, and has no metadata
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -347,6 +347,6 @@ def test_a_model_without_values_needs_its_base() -> None:
     state = get_model_state_dict(model)
     planner = AdapterPlanner({"model": model})
     saved = {f"model.{name}": value for name, value in drop_base(model, state).items()}
-    with pytest.raises(ConfigInvalid, match="adapter only") as refused:
+    with pytest.raises(ConfigInvalid, match="only the adapter") as refused:
         planner.set_up_planner({"model": state}, Metadata(saved))
     assert "from_pretrained" in refused.value.hint
