@@ -85,7 +85,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         if self.async_mode != AsyncMode.DISABLED:
             self.async_mode = (
                 AsyncMode.ASYNC
-            )  # in the other mode, torchtitan's stager would copy the state a second time
+            )  # otherwise torchtitan's stager of async_with_pinned_mem would copy the state, too
         retention = Retention(keep_last=config.keep_latest_k) if config.keep_latest_k > 0 else None
         self._root = Path(config.root or self.folder)
         options: dict[str, Any] = {"copies": config.copies, "ack": config.ack, "retention": retention}

@@ -107,7 +107,7 @@ class ObjectClientContract:
             client.read("a/one", offset, memoryview(bytearray(length)))
 
     def test_what_is_not_there_is_missing(self, client: ObjectClient) -> None:
-        """The error is ObjectMissing, after which a load tries another source at once. It names the bucket and the key."""
+        """The error is ObjectMissing, with bucket and key. A load then tries another source at once."""
         with pytest.raises(ObjectMissing, match="a/none"):
             client.read("a/none", 0, memoryview(bytearray(1)))
         with pytest.raises(ObjectMissing) as raised:
