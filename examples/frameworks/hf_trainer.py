@@ -29,7 +29,7 @@ class Tokens(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Told(TrainerCallback):
+class PrintProgress(TrainerCallback):
     """Prints the first step, and each save."""
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -67,7 +67,7 @@ def main() -> None:
         model=GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0)),
         args=settings,
         train_dataset=Tokens(),
-        callbacks=[Told()],
+        callbacks=[PrintProgress()],
         replicated_root=arguments.root,
     )
     trainer.train(resume_from_checkpoint=True)

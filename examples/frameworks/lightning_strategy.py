@@ -35,7 +35,7 @@ class Regression(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Told(lightning.Callback):
+class PrintProgress(lightning.Callback):
     """Prints the first step, and each save."""
 
     def __init__(self, every: int) -> None:
@@ -65,7 +65,7 @@ def main() -> None:
         strategy=ReplicatedModelParallelStrategy(root=arguments.root, data_parallel_size=world, tensor_parallel_size=1),
         callbacks=[
             ModelCheckpoint(dirpath=arguments.root, every_n_train_steps=arguments.save_every, save_top_k=-1),
-            Told(arguments.save_every),
+            PrintProgress(arguments.save_every),
         ],
         max_steps=arguments.steps,
         accelerator="gpu" if torch.cuda.device_count() >= local else "cpu",

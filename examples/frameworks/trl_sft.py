@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from hf_trainer import Told
+from hf_trainer import PrintProgress
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -71,7 +71,7 @@ def main() -> None:
         args=settings,
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokenizer(),
-        callbacks=[Told()],
+        callbacks=[PrintProgress()],
         replicated_root=arguments.root,
     )
     trainer.train(resume_from_checkpoint=True)

@@ -146,7 +146,7 @@ class Drill:
         self._progress(f"{resume.scenario}: {run.ranks} -> {resume.ranks} ranks resume on {_describe_seats(resume)}")
         loads: tuple[str, ...] = ("latest",)
         if resume.promise is Promise.SHARD_LOST:
-            # By name it must raise ShardLost; "latest" must find nothing whole, either.
+            # A load by name must raise ShardLost, and "latest" must find no complete checkpoint.
             loads = (checkpoint_id(self._plan.schedule.last_save_step), "latest")
         spec = self._spec(run, dataset, resume=resume, loads=loads, save_steps=(), trains_on=False)
         folder = self._folder(run, resume)

@@ -68,7 +68,7 @@ class ReplicatedFileSystem(fsspec.AbstractFileSystem):
         super().invalidate_cache(path)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Raises FileNotFoundError: the checkpoint has no such file. Raises a load's errors if there is no such checkpoint."""
+        """Raises FileNotFoundError: the checkpoint has no such file. Without the checkpoint, raises a load's errors."""
         path = str(self._strip_protocol(path))
         directory, name = posixpath.split(path)
         if not _is_file(name):
