@@ -1,4 +1,4 @@
-"""Asynchronous saves every few steps: the same training without saves and with them, and what its steps took in both."""
+"""Asynchronous saves every few steps: trains without saves and with them, and prints the times of the steps."""
 
 import argparse
 import os
@@ -36,9 +36,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch
 
 
 def train(arguments: argparse.Namespace, device: torch.device, manager: CheckpointManager | None) -> list[float]:
-    """`--steps` steps, and a save after every `--save-every` of them if there is a manager; the seconds of each step."""
+    """Trains `--steps` steps, with a save every `--save-every` steps if there is a manager. Returns the seconds of each."""
     model, optimizer = make_training(arguments.width, device)
-    train_step(model, optimizer, device)  # the first one makes the optimizer's state
+    train_step(model, optimizer, device)  # the first step makes the optimizer's state
     seconds = []
     for step in range(1, arguments.steps + 1):
         began = time.perf_counter()
@@ -46,12 +46,12 @@ def train(arguments: argparse.Namespace, device: torch.device, manager: Checkpoi
         if manager is not None and manager.should_save(step):
             model_state, optimizer_state = get_state_dict(model, optimizer)
             manager.async_save(step, {"model": model_state, "optimizer": optimizer_state})
-        seconds.append(time.perf_counter() - began)  # with the copy of the state, where it is saved
+        seconds.append(time.perf_counter() - began)  # in a step with a save, includes the copy of the state
     return seconds
 
 
-def tell(how: str, seconds: list[float], save_every: int = 0) -> None:
-    """Prints what steps took: those that save, if any, apart from the others, behind which a save may run."""
+def report(how: str, seconds: list[float], save_every: int = 0) -> None:
+    """Prints the times of steps with a save, and of the other steps, during which a save may run."""
     saving = [spent for step, spent in enumerate(seconds, 1) if save_every and step % save_every == 0]
     others = [spent for step, spent in enumerate(seconds, 1) if not save_every or step % save_every]
     slowest = quantiles(others, n=100, method="inclusive")[98]
@@ -63,11 +63,11 @@ def tell(how: str, seconds: list[float], save_every: int = 0) -> None:
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Without saves first, then with them."""
-    tell("without saves", train(arguments, device, None))
+    """Trains without saves, then with saves."""
+    report("without saves", train(arguments, device, None))
     how = {"every": arguments.save_every, "ack": arguments.ack, "retention": Retention(keep_last=2)}
     with CheckpointManager(arguments.root, **how) as manager:
-        tell(f'with ack="{arguments.ack}"', train(arguments, device, manager), arguments.save_every)
+        report(f'with ack="{arguments.ack}"', train(arguments, device, manager), arguments.save_every)
         manager.wait()
         newest = manager.latest_step()
     if dist.get_rank() == 0:
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="this node's store: a directory on a node-local disk")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--width", type=int, default=1024, help="of the hidden layers: 1024 makes checkpoints of 14 MB")
+    parser.add_argument("--width", type=int, default=1024, help="of the hidden layers (1024: checkpoints of 14 MB)")
     parser.add_argument("--ack", default="peer", choices=["local", "peer-memory", "peer"])
     arguments = parser.parse_args()
     use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""A job that may be told to leave at any time and goes on bit for bit: model, optimizer, data position, random numbers."""
+"""SIGTERM may end this job at any time. It resumes bit for bit: model, optimizer, data position, random numbers."""
 
 import argparse
 import os
@@ -45,8 +45,10 @@ class Training(Stateful):
 
 
 class OfThisRank(Stateful):
-    """What differs from rank to rank: under a key of its own, or DCP would keep one rank's for all. As one object, because
-    the parts of a data loader's state are others before and after it has begun."""
+    """State that differs by rank, under this rank's own key: under a shared key, DCP would save one rank's for all ranks.
+
+    It is one pickled object, because a data loader's state has other entries before its first batch than after it.
+    """
 
     def __init__(self, part: Any) -> None:
         self.part, self.key = part, f"rank-{dist.get_rank()}"
@@ -74,7 +76,7 @@ class RandomNumbers:
 
 
 class CountingLoader:
-    """Stands in for torchdata's StatefulDataLoader where that is not installed: it knows how many batches it gave."""
+    """Replaces torchdata's StatefulDataLoader if that is not installed. Its state is the number of yielded batches."""
 
     def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any]) -> None:
         self.dataset, self.sampler, self.given = dataset, sampler, 0
@@ -94,9 +96,9 @@ class CountingLoader:
 
 
 def loader_of(dataset: Dataset[Any], sampler: DistributedSampler[Any]) -> Any:
-    """Batches of this rank, from wherever a checkpoint left off.
+    """This rank's batches, from the position in the checkpoint on.
 
-    With a generator of its own: else each new iterator draws from torch's, and a resumed job has one more of them.
+    The loader has its own generator: otherwise each new iterator draws from torch's, and a resumed job makes one more.
     """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -106,7 +108,7 @@ def loader_of(dataset: Dataset[Any], sampler: DistributedSampler[Any]) -> Any:
 
 
 def train_step(training: Training, images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> float:
-    """One step that draws from every generator. Returns the loss, averaged over the ranks."""
+    """Trains one step, which draws from every generator. Returns the loss, averaged over the ranks."""
     images = images + torch.from_numpy(np.random.normal(0, 0.1, images.shape)).float()
     if random.random() < 0.5:
         images = images.flip(-1)
@@ -120,7 +122,7 @@ def train_step(training: Training, images: torch.Tensor, labels: torch.Tensor, d
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    """From wherever the newest checkpoint stands to `--steps`, or to the step at which somebody is told to leave."""
+    """Trains from the newest checkpoint to `--steps`, or to the step after a rank gets SIGTERM."""
     torch.manual_seed(SEED)
     dataset = TensorDataset(torch.randn(IMAGES, 28, 28), torch.randint(10, (IMAGES,)))
     layers = [nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10)]
@@ -149,7 +151,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def say(line: str) -> None:
-    """Print once, not once per rank."""
+    """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

@@ -1,4 +1,4 @@
-"""Train a small network on FashionMNIST under torchrun, and go on after any node was lost. See examples/README.md."""
+"""Train a small network on FashionMNIST under torchrun, and resume after the loss of a node. See examples/README.md."""
 
 import argparse
 import gzip
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Network and AdamW, sharded with FSDP2 over all ranks; the same weights on any number of them."""
+    """Network and AdamW, sharded with FSDP2 over all ranks; the same weights on any number of ranks."""
     torch.manual_seed(SEED)
     model = Net().to(device)
     fully_shard(model.hidden)
@@ -47,13 +47,13 @@ def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What a checkpoint holds: sharded model and optimizer, and how far we are."""
+    """The content of a checkpoint: sharded model and optimizer, and the step."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optim": optimizer_state, "step": step}
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, reader: ReplicatedReader) -> int:
-    """Load the newest checkpoint that survived, whatever the world looked like that saved it. Returns its step."""
+    """Loads the newest checkpoint that survived, whatever number of ranks saved it. Returns its step."""
     newest = reader.latest()  # the same on every rank
     if newest is None:
         return 0
@@ -65,7 +65,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, reader: Replicate
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    """From wherever we are to `--steps`, with a checkpoint every `--save-every` steps."""
+    """Trains from the newest checkpoint to `--steps`, and saves every `--save-every` steps."""
     pixels, labels, source = load_images(arguments.data)
     model, optimizer = build(device)
     writer = ReplicatedWriter(arguments.root, copies=arguments.copies)
@@ -81,7 +81,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def share_of_batch(step: int, global_batch: int, count: int) -> Tensor:
-    """Which images this rank takes in a step. The whole batch depends on the step and its size alone."""
+    """Indices of this rank's images in a step. The whole batch depends only on the step and its size."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     chosen = torch.randint(count, (global_batch,), generator=generator)
     return chosen.chunk(dist.get_world_size())[dist.get_rank()]
@@ -99,7 +99,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, pixels: Tenso
 
 
 def load_images(data: Path | None) -> tuple[Tensor, Tensor, str]:
-    """Pixels [n, 28, 28], labels [n], and where they come from: `--data`, else Debian's package, else made up."""
+    """Pixels [n, 28, 28], labels [n], and their source: `--data`, else Debian's package, else random images."""
     for folder in (DEBIAN,) if data is None else (data / "FashionMNIST" / "raw", data / "raw", data):
         if any(folder.glob("train-images-idx3-ubyte*")) and any(folder.glob("train-labels-idx1-ubyte*")):
             pixels = read_idx(folder, "train-images-idx3-ubyte", 16).view(-1, 28, 28)
@@ -108,18 +108,18 @@ def load_images(data: Path | None) -> tuple[Tensor, Tensor, str]:
         raise SystemExit(f"There is no FashionMNIST in {data}.")
     generator = torch.Generator().manual_seed(SEED)
     pixels = torch.randint(256, (2048, 28, 28), dtype=torch.uint8, generator=generator)
-    return pixels, torch.randint(10, (2048,), generator=generator), "made-up images (no FashionMNIST here)"
+    return pixels, torch.randint(10, (2048,), generator=generator), "random images (no FashionMNIST here)"
 
 
 def read_idx(folder: Path, name: str, head_bytes: int) -> Tensor:
-    """The bytes of a file of the data set, packed or not, behind its head."""
+    """The bytes after the header in a file of the data set, gzipped or not."""
     plain = folder / name
     raw = plain.read_bytes() if plain.exists() else gzip.decompress((folder / f"{name}.gz").read_bytes())
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=head_bytes)
 
 
 def say(line: str) -> None:
-    """Print once, not once per rank."""
+    """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--batch", type=int, default=12, help="images per rank and step")
     parser.add_argument(
-        "--data", type=Path, help="folder with FashionMNIST (default: Debian's package, else made-up images)"
+        "--data", type=Path, help="folder with FashionMNIST (default: Debian's package, else random images)"
     )
     arguments = parser.parse_args()
     use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

@@ -1,6 +1,6 @@
 """DCP's getting-started tutorial on node-local disks: save on n ranks, load on any number, load without a process group.
 
-What differs from the program for stock DCP, in examples/stock, is marked <-.
+`<-` marks the lines that differ from the program for stock DCP in examples/stock.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class AppState(Stateful):
 
 
 class ToyModel(nn.Module):
-    """Two linear layers, of sizes that few numbers of ranks divide."""
+    """Two linear layers. Few numbers of ranks divide their sizes evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class ToyModel(nn.Module):
 
 
 def sharded(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model over all ranks, and Adam."""
+    """The model, sharded over all ranks, and Adam."""
     model = fully_shard(ToyModel().to(device))
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
 def save(root: Path, device: torch.device) -> None:
-    """One training step, then a checkpoint."""
+    """Trains one step, then saves a checkpoint."""
     torch.manual_seed(7)
     model, optimizer = sharded(device)
     model(torch.rand(8, 17, device=device)).square().sum().backward()
@@ -74,7 +74,7 @@ def save(root: Path, device: torch.device) -> None:
 
 
 def load(root: Path, device: torch.device) -> None:
-    """On whatever ranks there are now."""
+    """Loads the checkpoint on any number of ranks."""
     model, optimizer = sharded(device)
     app = {"app": AppState(model, optimizer)}
     dcp.load(app, checkpoint_id=CHECKPOINT_ID, storage_reader=ReplicatedReader(root))  # <-
@@ -82,7 +82,7 @@ def load(root: Path, device: torch.device) -> None:
 
 
 def load_without_a_process_group(root: Path) -> None:
-    """A plain model in one process, from whatever nodes are reached."""
+    """Loads a plain model in one process, from the nodes that answer."""
     model = ToyModel()
     state = {"app": {"model": model.state_dict()}}
     dcp.load(state, checkpoint_id=CHECKPOINT_ID, storage_reader=ReplicatedReader(root, expect_partial=True))  # <-
@@ -91,7 +91,7 @@ def load_without_a_process_group(root: Path) -> None:
 
 
 def convert(root: Path) -> None:
-    """Into one torch.save file and back. What lies on disk is plain DCP: stock functions read it where all shards are."""
+    """Converts to one torch.save file and back. torch reads the checkpoint itself, because it is plain DCP."""
     file, folder = Path(f"{root}-converted.pt"), Path(f"{root}-converted")
     dcp_to_torch_save(root / CHECKPOINT_ID, file)
     say("converted", torch.load(file, weights_only=False)["app"]["model"])
@@ -106,7 +106,7 @@ def whole(model: nn.Module) -> dict[str, Any]:
 
 
 def say(what: str, model_state: dict[str, Any]) -> None:
-    """Print the sum of all weights, once for all ranks."""
+    """Prints the sum of all weights, on rank 0 alone."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"{what}: {sum(float(value.double().sum()) for value in model_state.values()):.17g}", flush=True)
 

@@ -1,4 +1,4 @@
-"""A bucket that is an SQLite file with one row for each object, and the test that it keeps the contract.
+"""A bucket in an SQLite file with one row for each object, and the test of its contract.
 
 Each statement is a transaction, so an object is replaced completely or not at all. docs/own-tier.md has the contract.
 """
@@ -61,7 +61,7 @@ class SqliteClient:
     def put_shard(self, key, source, paced):
         whole, step = memoryview(bytearray(source.size_bytes)), source.piece_bytes(PART_BYTES)
         for offset in range(0, len(whole), step):
-            source.read(offset, whole[offset : offset + step])  # checked against what was saved
+            source.read(offset, whole[offset : offset + step])  # verified against the checksums of the save
             paced(min(step, len(whole) - offset))
         self.put(key, whole)
 
@@ -73,14 +73,14 @@ class SqliteClient:
             self._all("DELETE FROM objects WHERE key = ?", key)
 
     def end_unfinished(self, prefix, older_than_s):
-        return 0  # a transaction that breaks off leaves nothing
+        return 0  # an interrupted transaction leaves nothing
 
     def close(self):
         """Nothing stays open."""
 
 
 class Rows(dict):
-    """The same objects past the client."""
+    """The same objects, without the client."""
 
     def __init__(self, path):
         self.database = sqlite3.connect(path, isolation_level=None)

@@ -1,6 +1,6 @@
-"""A Trainer-like loop whose output directory carries a timestamp, drawn on each rank; then rank 0 alone writes safetensors.
+"""A Trainer-like loop: each rank draws a timestamp for its output directory, and rank 0 alone writes safetensors.
 
-What differs from the program for stock DCP, in examples/stock, is marked <-.
+`<-` marks the lines that differ from the program for stock DCP in examples/stock.
 """
 
 import argparse
@@ -29,7 +29,7 @@ VOCABULARY = 101
 
 
 class Trainer:
-    """What of Hugging Face's Trainer matters here: an output directory, checkpoints in it, the newest to resume from."""
+    """Saves checkpoints in an output directory and resumes from the newest one, as Hugging Face's Trainer does."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(7)
@@ -38,7 +38,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.device = device
         self.arguments = arguments
-        self.output_dir = f"{datetime.now(UTC):out-%Y%m%d-%H%M%S.%f}"  # another one on each rank
+        self.output_dir = f"{datetime.now(UTC):out-%Y%m%d-%H%M%S.%f}"  # differs by rank
         self.writer = ReplicatedWriter(arguments.root, checkpoint_id_from=arguments.checkpoint_id_from)  # <-
         self.reader = ReplicatedReader(arguments.root)  # <-
 
@@ -48,7 +48,7 @@ class Trainer:
 
     def resumed(self) -> int:
         """The step of the newest checkpoint, wherever it lies; 0 without one."""
-        newest = self.reader.latest()  # <- was: the newest folder under output_dir, which no other rank agrees about
+        newest = self.reader.latest()  # <- was: the newest folder under output_dir, which differs by rank
         if newest is None:
             return 0
         state = self.state(0)
@@ -76,14 +76,14 @@ class Trainer:
             step += 1
             say(f"step {step}: loss {loss:.9g}")
             if step % self.arguments.save_steps == 0:
-                checkpoint_id = f"{self.output_dir}-checkpoint-{step}"  # <- "latest" is of one directory
+                checkpoint_id = f"{self.output_dir}-checkpoint-{step}"  # <- "latest" searches one directory
                 dcp.save(self.state(step), checkpoint_id=checkpoint_id, storage_writer=self.writer)  # <-
                 whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
                 if dist.get_rank() == 0:
                     self.consolidate(whole)
 
     def consolidate(self, trained: dict[str, Any]) -> None:
-        """Rank 0 alone reads the checkpoint back, into host memory, and writes one file. The others train on meanwhile."""
+        """Rank 0 reads the checkpoint back into host memory, and writes one file. The other ranks train on meanwhile."""
         self.reader.reset(self.writer.last_save.checkpoint_id if self.writer.last_save else None)  # <-
         found: dict[str, Any] = {}
         _load_state_dict(found, storage_reader=self.reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
@@ -109,7 +109,7 @@ def flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def say(line: str) -> None:
-    """Print once, not once per rank."""
+    """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

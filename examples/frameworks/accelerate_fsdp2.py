@@ -1,7 +1,7 @@
-"""Hugging Face Accelerate with FSDP2: one line names the class, and `save_state` and `load_state` do what they always do.
+"""Hugging Face Accelerate with FSDP2: one line names the class. `save_state` and `load_state` keep their meaning.
 
-Restored are model, optimizer, schedule, what is registered, the place in the data and each rank's random generators. What a
-data set draws at random in the main process is not: Accelerate reads a batch ahead.
+Restored: model, optimizer, schedule, registered objects, the position in the data, and each rank's random generators.
+Random numbers that a data set draws in the main process are not restored, because Accelerate reads a batch ahead.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
 
 class Progress:
-    """Where the loop stands."""
+    """Position of the loop."""
 
     def __init__(self) -> None:
         self.step = self.batch = self.epoch = 0
@@ -30,7 +30,7 @@ class Progress:
 
 
 def train(accelerator: ReplicatedAccelerator, steps: int, save_every: int) -> None:
-    """From wherever we are to `steps`."""
+    """Trains from the newest checkpoint to `steps`."""
     set_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 1))
     inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
@@ -38,7 +38,7 @@ def train(accelerator: ReplicatedAccelerator, steps: int, save_every: int) -> No
     if accelerator.distributed_type == DistributedType.FSDP:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    else:  # accelerate shards on accelerators only; on CPUs it would take DDP, without a word
+    else:  # on CPUs, Accelerate uses DDP instead of FSDP, without a warning
         model = accelerator.prepare_model(fully_shard(model), evaluation_mode=True)
         optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
     progress = Progress()

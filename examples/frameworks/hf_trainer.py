@@ -1,7 +1,7 @@
-"""Hugging Face Trainer: one line names the class. `save_steps` and `resume_from_checkpoint` do what they always do.
+"""Hugging Face Trainer: one line names the class. `save_steps` and `resume_from_checkpoint` keep their meaning.
 
-Restored are model, optimizer, schedule, TrainerState, callbacks, the place in the data and each rank's random generators.
-What a data set or a collator draws at random in the main process is not: Trainer reads a batch ahead.
+Restored: model, optimizer, schedule, TrainerState, callbacks, the position in the data, and each rank's random generators.
+Random numbers that a data set or collator draws in the main process are not restored, because Trainer reads a batch ahead.
 """
 
 import argparse
@@ -19,7 +19,7 @@ LENGTH = 16
 
 
 class Tokens(Dataset):
-    """Made-up text that counts."""
+    """Sequences of numbers that count upwards."""
 
     def __len__(self) -> int:
         return 96
@@ -29,8 +29,8 @@ class Tokens(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Told(TrainerCallback):
-    """Says where training begins, and what was saved."""
+class PrintProgress(TrainerCallback):
+    """Prints the first step, and each save."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -59,7 +59,7 @@ def main() -> None:
         save_steps=arguments.save_every,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
-        lr_scheduler_type="constant",  # so that runs of any length are alike
+        lr_scheduler_type="constant",  # the same for runs of any length
         disable_tqdm=True,
         seed=1,
     )
@@ -67,7 +67,7 @@ def main() -> None:
         model=GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0)),
         args=settings,
         train_dataset=Tokens(),
-        callbacks=[Told()],
+        callbacks=[PrintProgress()],
         replicated_root=arguments.root,
     )
     trainer.train(resume_from_checkpoint=True)

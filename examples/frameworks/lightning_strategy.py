@@ -1,7 +1,7 @@
-"""PyTorch Lightning with FSDP2: one line names the strategy, and ModelCheckpoint and `ckpt_path` do what they always do.
+"""PyTorch Lightning with FSDP2: one line names the strategy. ModelCheckpoint and `ckpt_path` keep their meaning.
 
-Restored are model, optimizer, schedule, loops, callbacks, the place in the data and each rank's random generators.
-Gradients are not: ModelCheckpoint saves between optimizer steps.
+Restored: model, optimizer, schedule, loops, callbacks, the position in the data, and each rank's random generators.
+Gradients are not restored: ModelCheckpoint saves between optimizer steps.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Regression(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Told(lightning.Callback):
-    """Says where training begins, and what is saved then."""
+class PrintProgress(lightning.Callback):
+    """Prints the first step, and each save."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -65,7 +65,7 @@ def main() -> None:
         strategy=ReplicatedModelParallelStrategy(root=arguments.root, data_parallel_size=world, tensor_parallel_size=1),
         callbacks=[
             ModelCheckpoint(dirpath=arguments.root, every_n_train_steps=arguments.save_every, save_top_k=-1),
-            Told(arguments.save_every),
+            PrintProgress(arguments.save_every),
         ],
         max_steps=arguments.steps,
         accelerator="gpu" if torch.cuda.device_count() >= local else "cpu",

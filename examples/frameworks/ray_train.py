@@ -1,6 +1,6 @@
-"""Ray Train: workers checkpoint to their own node's disk; a run that lost a worker goes on from the newest checkpoint.
+"""Ray Train: workers save to their own node's disk. After the loss of a worker, the run resumes from the newest checkpoint.
 
-Restored are model and optimizer; the data is drawn from the step. Random generators are not, and no schedule is used.
+Restored: model and optimizer. The data depends only on the step. Random generators are not restored.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from replicated_ckpt.integrations.ray import RayCheckpointManager, reported_step
 
 
 class AppState(Stateful):
-    """Model and optimizer as DCP saves them."""
+    """Model and optimizer, for DCP."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -35,14 +35,14 @@ class AppState(Stateful):
 
 
 def loop(config: dict) -> None:
-    """One worker. Ray has made the process group; it calls this again, on all workers, after one was lost."""
+    """The loop of one worker. Ray makes the process group first, and calls this on all workers again after a loss."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"app": AppState(model, optimizer)}
     rank, world = get_context().get_world_rank(), get_context().get_world_size()
-    root = os.path.expandvars(config["root"])  # by this node's environment
+    root = os.path.expandvars(config["root"])  # with this node's environment
     with RayCheckpointManager(root, every=config["save_every"]) as manager:
         step = begin = manager.restore_latest(state) or 0
         if rank == 0:
@@ -50,7 +50,7 @@ def loop(config: dict) -> None:
         while step < config["steps"]:
             if step == config["die_at"] and begin == 0 and rank == world - 1:
                 print(f"rank {rank} dies after step {step}", flush=True)
-                os._exit(1)  # what this example is there to survive
+                os._exit(1)  # the run must survive this
             generator = torch.Generator().manual_seed(step * world + rank)
             inputs = torch.randn(8, 16, generator=generator)
             loss = nn.functional.mse_loss(model(inputs), inputs.square().sum(dim=1, keepdim=True))
@@ -65,7 +65,7 @@ def loop(config: dict) -> None:
 
 
 def main() -> None:
-    """The driver."""
+    """Starts the workers from the driver."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--root", required=True, help="each node's store: absolute, node-local; $VARIABLES are the node's"

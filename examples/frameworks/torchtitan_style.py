@@ -1,7 +1,7 @@
-"""A torchtitan-style loop: FSDP2 and tensor parallel, meta initialization, all state Stateful, asynchronous saves.
+"""A torchtitan-style loop: FSDP2 and tensor parallelism, meta initialization, Stateful objects, asynchronous saves.
 
-Restored are model, optimizer and the place in the data. Random generators are not: nothing draws from them after the start.
-Where something does, add `"rank": RankState()` to the state.
+Restored: model, optimizer and the position in the data. Random generators are not restored, because nothing draws from them
+after the start. If your program does, add `"rank": RankState()` to the state.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class ModelState(Stateful):
 
 
 class OptimizerState(Stateful):
-    """The optimizer's, under the names of the parameters, so that it can be re-sharded."""
+    """The optimizer's state under the names of the parameters, so that it can be resharded."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -68,7 +68,7 @@ class OptimizerState(Stateful):
 
 
 class Data(Stateful):
-    """Made-up batches, drawn from the step's number: the position is all of its state, on any number of ranks."""
+    """Random batches that depend only on the step. The position is its whole state, on any number of ranks."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.rank, self.world, self.device, self.step = mesh.get_local_rank(), mesh.size(), device, 0
@@ -87,7 +87,7 @@ class Data(Stateful):
 
 
 def built(mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """Made on the meta device, parallelized, and only then given memory: no rank ever holds the whole model."""
+    """Makes the model on the meta device and shards it before it gets memory, so no rank ever has the whole model."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block() for _ in range(4)))
     for block in model:
@@ -101,7 +101,7 @@ def built(mesh: DeviceMesh, device: torch.device) -> nn.Module:
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    """From wherever we are to `--steps`."""
+    """Trains from the newest checkpoint to `--steps`."""
     shape = (dist.get_world_size() // arguments.tensor_parallel, arguments.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(1)
@@ -130,7 +130,7 @@ def full(loss: torch.Tensor) -> float:
 
 
 def say(line: str) -> None:
-    """Print once, not once per rank."""
+    """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

@@ -1,7 +1,7 @@
-"""DDP: every rank has the whole state; it is saved once per job, the work spread over the ranks, and all ranks load it.
+"""DDP: every rank has the whole state. The ranks together save one copy of it, and all ranks load it.
 
-What differs from the program for stock DCP, in examples/stock, is marked <-. DCP has no use for
-`if rank == 0: torch.save(...)`, the barrier after it, and `torch.load(..., map_location=...)`.
+`<-` marks the lines that differ from the program for stock DCP in examples/stock. DCP needs no
+`if rank == 0: torch.save(...)`, no barrier after it, and no `torch.load(..., map_location=...)`.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Training:
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    """From the newest checkpoint to `--steps`."""
+    """Trains from the newest checkpoint to `--steps`."""
     rank = dist.get_rank()
     training = Training(device)
     newest = max(arguments.root.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def be_late(arguments: argparse.Namespace) -> None:
-    """One rank may come much later than the others: they wait for it, and nothing else happens."""
+    """Delays one rank. The others wait for it."""
     if dist.get_rank() == arguments.late_rank:
         time.sleep(arguments.late_s)
 

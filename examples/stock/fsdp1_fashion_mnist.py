@@ -1,6 +1,6 @@
-"""FSDP1 with CPU offload and mixed precision on FashionMNIST; full or sharded state dicts; any node may be lost.
+"""FSDP1 with CPU offload and mixed precision on FashionMNIST, with full or sharded state dicts. Any node may be lost.
 
-What differs from the program for stock DCP, in examples/stock, is marked <-.
+`<-` marks the lines that differ from the program for stock DCP in examples/stock.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as everybody calls it
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - its usual name
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-# cpu_offload: rank 0 alone gets the whole, in host memory. Without a GPU FSDP1 frees what it has just "offloaded" (seen on
-# torch 2.13), so there every rank gets it, and `AppState` keeps rank 0's.
+# With cpu_offload, rank 0 alone gets the full state dict, in host memory. Without a GPU, FSDP1 of torch 2.13 frees the
+# offloaded tensors. So every rank gets the full state dict there, and `AppState` keeps rank 0's.
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=torch.cuda.is_available(), broadcast_from_rank0=True)
 SHARDED = StateDictOptions()
 
@@ -57,24 +57,24 @@ class AppState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
         if self.options.full_state_dict and dist.get_rank() != 0:
-            model, optimizer = {}, {}  # as they are with cpu_offload
+            model, optimizer = {}, {}  # as with cpu_offload
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Not set_state_dict: a rank whose model_state_dict is empty, as all but rank 0's are here, skips the broadcast of
-        # the model, and rank 0 waits for ever (seen on torch 2.13).
+        # Not set_state_dict: with torch 2.13 a rank whose model_state_dict is empty skips the broadcast of the model, and
+        # rank 0 waits for it forever. Here all other ranks have an empty one.
         set_model_state_dict(self.model, state_dict["model"], options=self.options)
         set_optimizer_state_dict(self.model, self.optimizer, state_dict["optimizer"], options=self.options)
         self.scheduler.load_state_dict(state_dict["scheduler"])
 
 
 def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
-    """The model as FSDP1 shards it, Adam and StepLR."""
+    """The model, sharded by FSDP1, with Adam and StepLR."""
     torch.manual_seed(7)
     model = FSDP(
         Net(),
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=20_000),
-        cpu_offload=CPUOffload(offload_params=device.type == "cuda"),  # it pins memory, which wants a GPU
+        cpu_offload=CPUOffload(offload_params=device.type == "cuda"),  # pinned memory needs a GPU
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         device_id=device,
@@ -97,7 +97,7 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Data
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    """From the epoch after the newest checkpoint to `--epochs`, with a checkpoint every five."""
+    """Trains from the newest checkpoint to `--epochs`, and saves every fifth epoch."""
     dataset = dataset_of(arguments)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=12, sampler=sampler)
@@ -121,8 +121,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def one_file_per_node(model: nn.Module, path: Path) -> None:
-    """The whole model in one file on every node; then it is loaded back: each node reads its own and keeps its shards."""
-    options = StateDictOptions(full_state_dict=True)  # without cpu_offload every rank gets it, not rank 0 alone
+    """Writes the whole model into one file on every node. Then each rank loads its shards back from its node's file."""
+    options = StateDictOptions(full_state_dict=True)  # without cpu_offload, so that every rank gets the model
     whole = {name: value.cpu() for name, value in get_model_state_dict(model, options=options).items()}
     if os.environ["LOCAL_RANK"] == "0":
         torch.save(whole, path)
@@ -138,7 +138,7 @@ def one_file_per_node(model: nn.Module, path: Path) -> None:
 
 
 def dataset_of(arguments: argparse.Namespace) -> Dataset[Any]:
-    """FashionMNIST from `--data`, a folder that torchvision knows; else something made up."""
+    """FashionMNIST from `--data`, a folder in torchvision's layout; else random images."""
     if arguments.data is not None:
         from torchvision import datasets, transforms
 
@@ -149,7 +149,7 @@ def dataset_of(arguments: argparse.Namespace) -> Dataset[Any]:
 
 
 def say(line: str) -> None:
-    """Print once, not once per rank."""
+    """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--sharded", action="store_true", help="save what each rank holds, instead of all on rank 0")
     parser.add_argument("--model-file", action="store_true", help="at the end write ROOT-model.pth on every node")
-    parser.add_argument("--data", type=Path, help="folder with FashionMNIST/raw (default: made-up images)")
+    parser.add_argument("--data", type=Path, help="folder with FashionMNIST/raw (default: random images)")
     arguments = parser.parse_args()
     use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")

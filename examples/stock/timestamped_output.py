@@ -1,6 +1,6 @@
-"""A Trainer-like loop whose output directory carries a timestamp, drawn on each rank; then rank 0 alone writes safetensors.
+"""A Trainer-like loop: each rank draws a timestamp for its output directory, and rank 0 alone writes safetensors.
 
-What differs from the program for stock DCP, in examples/stock, is marked <-.
+`<-` marks the lines that differ from the program for stock DCP in examples/stock.
 """
 
 import argparse
@@ -27,7 +27,7 @@ VOCABULARY = 101
 
 
 class Trainer:
-    """What of Hugging Face's Trainer matters here: an output directory, checkpoints in it, the newest to resume from."""
+    """Saves checkpoints in an output directory and resumes from the newest one, as Hugging Face's Trainer does."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(7)
@@ -36,7 +36,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.device = device
         self.arguments = arguments
-        self.output_dir = f"{datetime.now(UTC):out-%Y%m%d-%H%M%S.%f}"  # another one on each rank
+        self.output_dir = f"{datetime.now(UTC):out-%Y%m%d-%H%M%S.%f}"  # differs by rank
 
     def state(self, step: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -79,7 +79,7 @@ class Trainer:
                     self.consolidate(whole)
 
     def consolidate(self, trained: dict[str, Any]) -> None:
-        """Rank 0 alone reads the checkpoint back, into host memory, and writes one file. The others train on meanwhile."""
+        """Rank 0 reads the checkpoint back into host memory, and writes one file. The other ranks train on meanwhile."""
         self.reader = dcp.FileSystemReader(max(self.arguments.root.glob("out-*/checkpoint-*"), key=os.path.getmtime))
         found: dict[str, Any] = {}
         _load_state_dict(found, storage_reader=self.reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
@@ -105,7 +105,7 @@ def flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def say(line: str) -> None:
-    """Print once, not once per rank."""
+    """Prints on rank 0 alone."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

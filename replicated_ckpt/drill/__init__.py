@@ -1,1 +1,1 @@
-"""Several nodes on one machine, broken on purpose. Only `job` imports torch."""
+"""Simulates nodes on one machine, kills some of them, and checks the resumed job. Only `job` imports torch."""

@@ -1,4 +1,4 @@
-"""The simulated nodes: starts jobs on them, kills them with their stores, and ends whatever it ever started."""
+"""The simulated nodes: starts jobs on them, kills nodes with their stores, and ends every process that it started."""
 
 import contextlib
 import os
@@ -27,14 +27,14 @@ _TRIES = 100
 
 
 def find_free_port() -> int:
-    """A free port of 127.0.0.1 outside the range from which Linux picks ports: so it is still free a moment later.
+    """A free port of 127.0.0.1 outside the range from which Linux assigns ports, so that it stays free.
 
-    If no port of that kind is free, it is any that is free now.
+    If no such port is found, any port that is free now.
     """
     first_given = int(_GIVEN_PORTS.read_text().split()[0])
     ports = range(_FIRST_PORT, max(_FIRST_PORT, first_given))
     for port in random.SystemRandom().sample(ports, min(len(ports), _TRIES)):
-        # Tried, not only drawn: another program may listen there.
+        # Binds the port: another program may listen there.
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -50,7 +50,7 @@ LOG_TAIL_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """The torchrun of one node in one job. It leads a session to which its ranks belong, but not its agent."""
+    """The torchrun of one node in one job. It leads a session that contains its ranks, but not the agent."""
 
     store: Path
     process: subprocess.Popen[bytes]
@@ -59,7 +59,7 @@ class NodeProcess:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Ranks that run together: one torchrun per node, the first node is the coordinator's."""
+    """Ranks that run together: one torchrun per node. The first node is the coordinator's."""
 
     name: str
     nodes: tuple[NodeProcess, ...]
@@ -67,28 +67,30 @@ class Job:
     results: Path
 
     def wait_until_reported(self, limit_s: float) -> Evidence:
-        """Block until every rank has written its report.
+        """Waits until every rank has written its report, and returns the reports.
 
-        Raises: DrillError if a node ended with an error before, or after `limit_s`, with the stacks of all ranks.
+        Raises:
+            DrillError: a torchrun failed before that; or after `limit_s`, with the stacks of all ranks.
         """
         self._wait(lambda: count_reports(self.results) == self.ranks, "all ranks to report", limit_s, may_fail=False)
         return Evidence.read_evidence(self.results)
 
     def wait_until_ended(self, limit_s: float, *, except_on: Sequence[Path] = ()) -> None:
-        """Block until the torchruns of all nodes, `except_on` these stores, have ended, in whatever way.
+        """Waits until the torchruns of all nodes have ended, with success or not, except those of the stores `except_on`.
 
-        Raises: DrillError after `limit_s`.
+        Raises:
+            DrillError: one still runs after `limit_s`.
         """
         nodes = [node for node in self.nodes if node.store not in except_on]
         self._wait(lambda: all(node.process.poll() is not None for node in nodes), "its end", limit_s, may_fail=True)
         for node in nodes:
-            _signal_session(node, signal.SIGKILL)  # ranks that outlived their torchrun; the agent has its own session
+            _signal_session(node, signal.SIGKILL)  # ranks that outlived their torchrun; agents have other sessions
 
     def _wait(self, is_done: Callable[[], bool], what: str, limit_s: float, *, may_fail: bool) -> None:
         deadline = time.monotonic() + limit_s
         while not is_done():
             ended = [node for node in self.nodes if node.process.poll() is not None]
-            # Asked again: the last report may have come between the two looks.
+            # Asks is_done again: the last report may have come just before the torchrun ended.
             if not may_fail and any(node.process.returncode for node in ended) and not is_done():
                 raise DrillError(f"Job {self.name} ended too early.\n{self._write('error') or self._log_tails(ended)}")
             if time.monotonic() > deadline:
@@ -96,14 +98,14 @@ class Job:
             time.sleep(processes.POLL_S)
 
     def _stacks(self) -> str:
-        """Make every rank and torchrun dump its stacks (they listen to SIGUSR1), and read them."""
+        """Sends SIGUSR1, on which every rank and torchrun dumps its stacks, and reads them."""
         for node in self.nodes:
             _signal_session(node, signal.SIGUSR1)
-        time.sleep(STACKS_GRACE_S)  # the handlers give no sign when they are done
+        time.sleep(STACKS_GRACE_S)  # the handlers do not report when they have finished
         return self._write("stacks") + self._log_tails(self.nodes)
 
     def _write(self, kind: str) -> str:
-        """The files of this kind that ranks wrote into the results."""
+        """The content of the ranks' files of this kind in the results folder."""
         written = {path.name: path.read_text() for path in sorted(self.results.glob(f"{kind}-rank-*.txt"))}
         return "".join(f"--- {name}\n{text}\n" for name, text in written.items() if text)
 
@@ -117,9 +119,9 @@ class Job:
 
 
 class Cluster:
-    """All nodes under one work directory. One owner, one thread.
+    """All nodes under one work directory. For one thread.
 
-    Every process that it starts, and every descendant, carries the cluster's mark; `end` leaves none of them alive.
+    Every process that it starts, and every descendant, has the cluster's mark in its environment. `end` kills all of them.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -128,7 +130,7 @@ class Cluster:
         self._started: list[NodeProcess] = []
 
     def start(self, name: str, spec: JobSpec, stores: Sequence[Path], *, ranks_per_node: int) -> Job:
-        """Start one torchrun per store, in node rank order. The spec's `results` must be a fresh folder's path."""
+        """Starts one torchrun per store, in node rank order. The folder `results` of the spec must not exist yet."""
         results = Path(spec.results)
         results.mkdir(parents=True)
         spec_path = results / "job.json"
@@ -143,45 +145,48 @@ class Cluster:
         return Job(name, nodes, len(stores) * ranks_per_node, results)
 
     def run_alone(self, name: str, command: Sequence[str], limit_s: float) -> None:
-        """Run one command to its end.
+        """Runs one command to its end.
 
-        Raises: DrillError with the end of its output if it fails, or after `limit_s`.
+        Raises:
+            DrillError: the command failed, with its output; or it still runs after `limit_s`.
         """
         node = self._start_node(name, self.workdir / name, command)
         job = Job(name, (node,), 0, self.workdir / name)
         job.wait_until_ended(limit_s)
         if node.process.returncode != 0:
-            said = node.log.read_text(errors="replace").strip() or f"{name} failed without a word."
-            message, _, hint = said.partition(HINT_MARK)  # an error of ours brings its own
+            said = node.log.read_text(errors="replace").strip() or f"{name} failed without output."
+            message, _, hint = said.partition(HINT_MARK)  # errors of this package have a hint
             raise DrillError(message, hint or None)
 
     def kill_nodes(self, stores: Sequence[Path]) -> None:
-        """Kills the nodes: SIGKILL to their torchruns, ranks and agents, then removes their stores.
+        """Sends SIGKILL to the torchruns, ranks and agents of these nodes, then removes their stores.
 
-        Raises: DrillError if something of one cannot be killed.
+        Raises:
+            DrillError: a process survives SIGKILL.
         """
         for store in stores:
-            # A process that hangs in the kernel outlives SIGKILL, and would write into a store that is gone.
+            # A process that hangs in the kernel survives SIGKILL, and would write into the removed store.
             if not processes.kill(self._mark_of(store), KILL_LIMIT_S):
-                raise DrillError(f"Processes of {store.name} outlive SIGKILL.")
+                raise DrillError(f"Processes of {store.name} survive SIGKILL.")
         for store in stores:
-            # Only now: a process that lives would make files in the store again.
+            # After the processes: a running one would create files in the store again.
             shutil.rmtree(store)
 
     def stop_agents(self) -> bool:
-        """Send SIGTERM to everything that still runs, after a job the agents; kill what does not stop.
+        """Sends SIGTERM to all processes that still run, which after a job are the agents. Kills those that do not stop.
 
-        Returns: whether none had to be killed.
+        Returns:
+            whether all stopped by themselves.
         """
         stopped = processes.stop(f"{self._mark}:", AGENT_STOP_LIMIT_S)
         self.end()
         return stopped
 
     def end(self) -> None:
-        """Kill every process that was ever started here and is still alive. Idempotent."""
+        """Kills every process that this cluster started and that still runs. May be called again."""
         for node in self._started:
-            node.process.kill()  # one that begins its command at this moment shows no mark yet
-        # By mark: agents have left the session of the torchrun that started them.
+            node.process.kill()  # before its exec, a new process has no mark
+        # By mark: agents have their own sessions.
         processes.kill(f"{self._mark}:", KILL_LIMIT_S)
         for node in self._started:
             node.process.wait(KILL_LIMIT_S)
@@ -197,11 +202,11 @@ class Cluster:
         environment = os.environ | {
             processes.MARK_VARIABLE: self._mark_of(store),
             "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",  # the same bits on every run
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same, on GPUs
-            "GLOO_SOCKET_IFNAME": "lo",  # all nodes are this machine, whatever its name resolves to
+            "OMP_NUM_THREADS": "1",  # for the same bits in every run
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same for GPUs
+            "GLOO_SOCKET_IFNAME": "lo",  # all nodes are on this machine, whatever its name resolves to
             "DRILL_STORE": str(store),
-            DOMAIN_ENV: store.name,  # a node of this machine stands for a host
+            DOMAIN_ENV: store.name,  # each simulated node is a failure domain
         }
         with log.open("wb") as output, processes.hold_interrupts():
             process = subprocess.Popen(
@@ -210,7 +215,7 @@ class Cluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the drill, which ends the nodes in order
+                start_new_session=True,  # Ctrl-C reaches only the drill, which ends the nodes in order
             )
             node = NodeProcess(store, process, log)
             self._started.append(node)
@@ -229,5 +234,5 @@ def _torchrun(node: int, nodes: int, ranks_per_node: int, port: int, spec_path: 
 
 def _signal_session(node: NodeProcess, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        # The whole session: torchrun alone would leave its ranks behind.
+        # The whole session: a signal to torchrun alone would leave its ranks running.
         os.killpg(node.process.pid, number)

@@ -1,4 +1,4 @@
-"""Carries out a drill plan: loses what the plan says, resumes, and has the result judged."""
+"""Carries out a drill plan: trains, kills the nodes, resumes, and judges the result."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ AGENT_DIR = ".agent"
 
 @dataclass(frozen=True, slots=True)
 class DrillResult:
-    """The result: one report per scenario in the order of the plan's runs, and the source of the training data."""
+    """One report per scenario, in the order of the plan's runs, and the source of the training data."""
 
     reports: tuple[ScenarioReport, ...]
     data: str | None
@@ -51,14 +51,14 @@ class _Dataset:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """A run after its loss: the ranks' reports from before, and how long the survivors, if any, needed to notice."""
+    """A run after its loss: the ranks' reports from before it, and the time until the surviving ranks had ended."""
 
     before: Evidence
     detect_s: float | None
 
 
 class Drill:
-    """One drill in one work directory. Leaves no process behind, whatever happens; the directory is the caller's."""
+    """One drill in one work directory. `run` ends every process that it started. The caller removes the directory."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Drill:
         self._cluster = Cluster(workdir)
 
     def run(self) -> DrillResult:
-        """Carry out every run of the plan. What fails to be carried out becomes a report that did not hold."""
+        """Carries out every run of the plan. A run or scenario that fails becomes a report that did not hold."""
         reports: list[ScenarioReport] = []
         try:
             dataset = self._prepare()
@@ -101,9 +101,9 @@ class Drill:
             loss = self._lose(run, dataset)
         except DrillError as exc:
             self._progress(f"{run.name}: failed\n{exc}")
-            # What hangs of this run must not disturb the next one.
+            # Hung processes of this run would disturb the next one.
             self._cluster.end()
-            # Every scenario of the run gets its line: a missing one would look like one not asked for.
+            # Every scenario of the run gets its line: without one it would look as if it had not been requested.
             yield from (report_failure(run, resume, _headline(exc)) for resume in run.resumes)
             return
         for resume in run.resumes:
@@ -114,12 +114,12 @@ class Drill:
                 self._cluster.end()
                 report = report_failure(run, resume, _headline(exc))
             if not self._cluster.stop_agents():
-                self._progress(f"{resume.scenario}: an agent had to be killed, it did not heed SIGTERM")
+                self._progress(f"{resume.scenario}: an agent ignored SIGTERM and was killed")
             self._progress(f"{resume.scenario}: {'held' if report.held else 'FAILED'}")
             yield report
 
     def _lose(self, run: RunPlan, dataset: _Dataset) -> _Loss:
-        """Train and save on all nodes, then lose some or all of them with their disks while training goes on."""
+        """Trains and saves on all nodes, then kills the plan's nodes and deletes their stores while the others train on."""
         stores = [self._workdir / run.name / f"node-{node}" for node in range(run.nodes)]
         self._progress(f"{run.name}: {run.nodes} nodes x {run.ranks_per_node} ranks train and save")
         spec = self._spec(run, dataset, loads=(), save_steps=self._plan.schedule.save_steps, trains_on=True)
@@ -129,15 +129,15 @@ class Drill:
         self._progress(f"{run.name}: SIGKILL to {_names(dead)}, agents included; their stores are deleted")
         killed = time.monotonic()
         self._cluster.kill_nodes(dead)
-        # No process is left that could notice the loss.
+        # No rank survives that could notice the loss.
         if run.is_total:
             self._progress(f"{run.name}: no node, no process and no store is left")
             return _Loss(before, detect_s=None)
-        # The dead nodes' torchruns were killed: only survivors show how long a rank takes to notice.
+        # Only the survivors: the torchruns of the dead nodes were killed.
         job.wait_until_ended(DETECT_LIMIT_S, except_on=dead)
         detect_s = time.monotonic() - killed
         self._progress(f"{run.name}: {_names([stores[node] for node in run.survivors])} noticed after {detect_s:.1f} s")
-        # Copied before the first resume changes what the survivors hold.
+        # Before the first resume, which changes the survivors' stores.
         for resume in run.resumes[1:]:
             self._copy_survivors(run, resume)
         return _Loss(before, detect_s)
@@ -146,7 +146,7 @@ class Drill:
         self._progress(f"{resume.scenario}: {run.ranks} -> {resume.ranks} ranks resume on {_describe_seats(resume)}")
         loads: tuple[str, ...] = ("latest",)
         if resume.promise is Promise.SHARD_LOST:
-            # By name it must raise ShardLost; "latest" must find nothing whole, either.
+            # A load by name must raise ShardLost, and "latest" must find no complete checkpoint.
             loads = (checkpoint_id(self._plan.schedule.last_save_step), "latest")
         spec = self._spec(run, dataset, resume=resume, loads=loads, save_steps=(), trains_on=False)
         folder = self._folder(run, resume)
@@ -157,7 +157,7 @@ class Drill:
         return judge(self._plan, run, resume, before=loss.before, after=after, detect_s=loss.detect_s)
 
     def _folder(self, run: RunPlan, resume: ResumePlan) -> Path:
-        """The first resume goes on in place, beside the survivors' living agents; the others on copies."""
+        """The first resume uses the survivors' own stores, where their agents still run. The other resumes use copies."""
         is_first = resume is run.resumes[0]
         return self._workdir / (run.name if is_first else f"{run.name}-{resume.scenario}")
 
@@ -165,7 +165,8 @@ class Drill:
         for node in run.survivors:
             source = self._workdir / run.name / f"node-{node}"
             target = self._folder(run, resume) / source.name
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns(AGENT_DIR))  # an agent serves one store only
+            # Without `.agent`, which belongs to the running agent of the original store.
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(AGENT_DIR))
 
     def _spec(
         self,
@@ -178,13 +179,13 @@ class Drill:
         trains_on: bool,
     ) -> JobSpec:
         options = self._plan.options
-        # Elsewhere a bucket would answer for what peers must.
+        # In other runs, the bytes must come from peers.
         bucket = self._object_store if run.is_total else None
         name = run.name if resume is None else f"{run.name}-{resume.scenario}"
         return JobSpec(
             results=str(self._workdir / "results" / name),
             data=str(dataset.path),
-            # NCCL takes no two ranks on one GPU; and all worlds must compute alike, to compare losses.
+            # NCCL allows one rank per GPU. All worlds use the same device, so that losses can be compared.
             device="cuda" if dataset.gpus >= self._plan.ranks_max else "cpu",
             width=WIDTH_BY_MODEL_SIZE[options.model_size],
             seed=options.seed,
@@ -206,9 +207,10 @@ class Drill:
 
 @contextmanager
 def drill_directory(given: Path | None, *, keep: bool) -> Iterator[Path]:
-    """A fresh work directory, `given` or a temporary one; removed at the end unless `keep`.
+    """An empty work directory, `given` or a temporary one, which is removed at the end unless `keep`.
 
-    Raises: ConfigInvalid when `given` has something in it, as only what the drill made may be deleted; or cannot be made.
+    Raises:
+        ConfigInvalid: `given` is not empty, and the drill deletes only its own files; or it cannot be created.
     """
     if given is None:
         workdir = Path(tempfile.mkdtemp(prefix="replicated-ckpt-drill-"))
@@ -218,11 +220,11 @@ def drill_directory(given: Path | None, *, keep: bool) -> Iterator[Path]:
             workdir.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise ConfigInvalid(
-                f"--workdir {given} cannot be made: {exc.strerror}.", "Name one that you may write."
+                f"--workdir {given} cannot be created: {exc.strerror}.", "Name a folder that you may write."
             ) from exc
         if any(workdir.iterdir()):
             raise ConfigInvalid(
-                f"--workdir {given} is not empty.", "Name a new or an empty folder; it is removed afterwards."
+                f"--workdir {given} is not empty.", "Name a new or an empty folder: the drill removes it at the end."
             )
     try:
         yield workdir

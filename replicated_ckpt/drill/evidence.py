@@ -1,4 +1,4 @@
-"""What a job is told and what its ranks report, as JSON files. No torch, so that both sides can read them."""
+"""The specification of a job and the reports of its ranks, as JSON files. Without torch, which only ranks import."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What every rank of one job does: load, train and save up to `end_step`, report, and then stop or train on.
+    """The work of every rank of one job: load, train and save up to `end_step`, report, and then stop or train on.
 
-    `loads` are tried in this order; training goes on when the last of them succeeded, or when there are none.
+    A rank tries `loads` in this order. It trains if there are none, or if the last one succeeded.
     """
 
     results: str
@@ -32,19 +32,19 @@ class JobSpec:
     storage_options: Mapping[str, Any] | None = None
 
     def write_spec(self, path: Path) -> None:
-        """Make the spec readable for the ranks."""
+        """Writes the spec for the ranks."""
         write_json(path, dataclasses.asdict(self))
 
     @classmethod
     def read_spec(cls, path: Path) -> Self:
-        """The spec that `write` wrote."""
+        """Reads the file of `write_spec`."""
         raw = json.loads(path.read_text())
         return cls(**raw | {"loads": tuple(raw["loads"]), "save_steps": tuple(raw["save_steps"])})
 
 
 @dataclass(frozen=True, slots=True)
 class SaveRecord:
-    """One save as one rank saw it."""
+    """One save on one rank."""
 
     checkpoint_id: str
     step: int
@@ -55,7 +55,7 @@ class SaveRecord:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """The writer's `wait` as one rank saw it: what is in the object store now."""
+    """The writer's `wait` on one rank: the checkpoints that are in the object store now."""
 
     checkpoint_ids: tuple[str, ...]
     seconds: float
@@ -63,7 +63,7 @@ class WaitRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """One exception of a failed load: of one rank if DCP gathered it, and the shards it names, if any."""
+    """One exception of a failed load: its rank, if DCP gathered it, and the shards that it names."""
 
     type_name: str
     message: str
@@ -73,7 +73,7 @@ class LoadFailure:
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """One load as one rank saw it. `raised` is the exception's type name, None after a success."""
+    """One load on one rank. `raised` is the exception's type name, None after a success."""
 
     requested: str
     seconds: float
@@ -90,7 +90,7 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The report of one rank, written once, at its end step or after a failed load."""
+    """The report of one rank, which it writes once: at its end step, or after a failed load."""
 
     rank: int
     saves: tuple[SaveRecord, ...]
@@ -99,13 +99,13 @@ class RankReport:
     wait: WaitRecord | None = None
 
     def write_report(self, results: Path) -> None:
-        """Write the report into the results, in one step."""
+        """Writes the report into the folder `results`."""
         write_json(results / f"rank-{self.rank}.json", dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a job left behind: a report per rank, in rank order, and digests (FQN to hex) by the moment they were taken.
+    """The results of a job: a report per rank, in rank order, and digests by moment and FQN.
 
     Moments are `saved-<checkpoint id>`, `loaded-<checkpoint id>` and `end`.
     """
@@ -115,7 +115,7 @@ class Evidence:
 
     @classmethod
     def read_evidence(cls, results: Path) -> Self:
-        """Everything in the results folder of a job whose ranks have all reported."""
+        """Reads the results folder of a job whose ranks have all reported."""
         reports = [_report(json.loads(path.read_text())) for path in results.glob("rank-*.json")]
         digests = {
             path.stem.removeprefix("digests-"): json.loads(path.read_text()) for path in results.glob("digests-*.json")
@@ -124,18 +124,18 @@ class Evidence:
 
 
 def write_digests(results: Path, moment: str, digests: Mapping[str, str]) -> None:
-    """Record the digest of every tensor at this moment."""
+    """Writes the digest of every tensor at this moment."""
     write_json(results / f"digests-{moment}.json", dict(digests))
 
 
 def count_reports(results: Path) -> int:
-    """How many ranks have reported so far."""
+    """Number of ranks that have reported."""
     return sum(1 for _ in results.glob("rank-*.json"))
 
 
 def write_json(path: Path, value: object) -> None:
-    """The file appears whole or not at all, for readers that poll."""
-    # The readers' glob does not match it: half a report would be taken for a rank's whole one.
+    """Writes a file that appears completely or not at all, for readers that poll."""
+    # A name that the readers' glob does not match: they would take half a report for a complete one.
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)

@@ -1,6 +1,6 @@
 """An S3 server in memory: `python -m replicated_ckpt.drill.moto_server BUCKET` prints its URL and serves until stdin ends.
 
-The process at the other end of stdin need do nothing to end it, not even when killed.
+So it also ends when the process at the other end of stdin is killed.
 """
 
 import argparse
@@ -18,14 +18,14 @@ _CONDITIONS = ("HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH")
 
 
 def make_moto_server() -> "BaseWSGIServer":
-    """moto's server on a free port of loopback, not yet serving. Its conditional writes exclude each other, as S3's do.
+    """moto's server on a free port of loopback, not yet serving. Its conditional writes exclude each other, as in S3.
 
-    moto 5.1 checks the condition and writes in two steps, so several of the writers at one time may succeed.
+    moto 5.1 alone checks the condition and writes in two steps, so several concurrent writers may succeed.
     """
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else one line for each request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise it logs each request
     app, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -49,7 +49,7 @@ def main() -> int:
     if made.getresponse().status != http.HTTPStatus.OK:
         return 1
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
-    # Ends also when the drill is killed: the kernel closes its end of the pipe.
+    # Returns also when the drill is killed: the kernel closes its end of the pipe.
     sys.stdin.buffer.read()
     return 0
 

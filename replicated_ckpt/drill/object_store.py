@@ -27,15 +27,15 @@ MOTO_END_LIMIT_S = 5.0
 MOTO_PACKAGES = ("moto", "flask", "flask_cors")  # what moto[server] brings
 BUCKET = "drill"
 _NOTE_KEY = "what-is-this.txt"
-_NOTE = b"A drill of replicated_ckpt writes here, and removes it at its end.\n"
-_HINT = "Check the URL of --object-store, and the credentials in the environment; nothing was started yet."
+_NOTE = b"A drill of replicated_ckpt writes below this prefix, and removes it at the end.\n"
+_HINT = "Check the URL of --object-store and the credentials in the environment. Nothing was started yet."
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """The options for writers and readers. `about`: its name in the output, without a secret."""
+    """A bucket as writers and readers get it. `about` is its name in the output, without secrets."""
 
     url: str
     storage_options: Mapping[str, Any] | None
@@ -49,13 +49,13 @@ def has_moto() -> bool:
 
 @contextmanager
 def object_store(named: str | None, workdir: Path, *, keep: bool, progress: Progress) -> Iterator[ObjectStore | None]:
-    """The store that a plan names, for as long as the drill lasts; None if the plan names none.
+    """The object store of a plan during a with block; None if the plan has none.
 
     moto is stopped at the end of the with block, or when this process ends, even if it is killed. Under a URL the drill
     writes to a new prefix, and removes that prefix afterwards unless `keep`. The credentials come from the environment.
 
     Raises:
-        MotoFailed: moto does not start. ConfigInvalid: the URL cannot work. StoreError: the store cannot be written to.
+        MotoFailed: moto does not start. ConfigInvalid: the URL is not supported. StoreError: a write to the store failed.
     """
     if named is None:
         yield None
@@ -69,7 +69,7 @@ def object_store(named: str | None, workdir: Path, *, keep: bool, progress: Prog
 
 
 def _way_to(endpoint_url: str) -> dict[str, Any]:
-    """All options of s3fs for moto, so that it takes none from the environment, such as a proxy."""
+    """Sets all options of s3fs for moto, so that s3fs takes none from the environment, such as a proxy."""
     return {
         "key": "drill",
         "secret": "drill-secret",
@@ -86,18 +86,18 @@ def _moto(workdir: Path) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             (sys.executable, "-m", "replicated_ckpt.drill.moto_server", BUCKET),
-            stdin=subprocess.PIPE,  # closed by the kernel if this process is killed: the server ends then
+            stdin=subprocess.PIPE,  # the kernel closes it if this process is killed; then the server ends
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
-            # Not the nodes' mark: it outlives them.
+            # Not the mark of the nodes: the server outlives them.
             env=os.environ | {"PYTHONPATH": path, processes.MARK_VARIABLE: f"moto:{workdir}"},
             start_new_session=True,
         )
     with process:
         try:
             assert process.stdout is not None
-            # readline() alone would wait for ever for a server that hangs.
+            # readline() alone would wait forever for a server that hangs.
             is_heard, _, _ = select.select([process.stdout], [], [], MOTO_START_LIMIT_S)
             url = process.stdout.readline().strip() if is_heard else ""
             if not url:
@@ -110,17 +110,17 @@ def _moto(workdir: Path) -> Iterator[str]:
 
 @contextmanager
 def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
-    """A new place under `url`, known to be writable."""
-    ObjectTarget.check_supported(url, None)  # an error names the URL as it was given
-    # A prefix of its own: all below it may be removed afterwards.
+    """A new prefix below `url`, after a test write."""
+    ObjectTarget.check_supported(url, None)  # so that an error has the user's URL
+    # Its own prefix: the drill may remove everything below it.
     own = f"{url.rstrip('/')}/drill-{uuid.uuid4().hex[:12]}"
     target = ObjectTarget.check_supported(own, None)
-    # The ranks are processes of their own: they would each have an empty bucket.
+    # Ranks are separate processes: each would have its own empty bucket.
     if target.is_process_local:
-        raise ConfigInvalid(f"--object-store {url}: each process would have a bucket of its own.")
+        raise ConfigInvalid(f"--object-store {url}: each process would have its own bucket.")
     with closing(open_client(target)) as client:
         try:
-            # A bucket that takes no writes shows now, not after a training run.
+            # Fails before the training run if the bucket cannot be written.
             client.put(_NOTE_KEY, _NOTE)
         except StoreError as exc:
             raise type(exc)(exc.store, exc.op, exc.key, exc.detail, _HINT) from exc
@@ -135,10 +135,10 @@ def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
 
 
 def _remove_all(client: ObjectClient, own: str, progress: Progress) -> None:
-    """Removes all objects of the drill, and uploads that dying nodes have left. A failure is reported as progress."""
+    """Removes all objects of the drill, and the unfinished uploads of killed nodes. Reports a failure as progress."""
     try:
         client.delete(list(_keys(client, "")))
-        client.end_unfinished("", -math.inf)  # begun before now by any clock
+        client.end_unfinished("", -math.inf)  # all of them, whatever the clocks show
     except StoreError as exc:
         progress(f"left behind: {own}: {exc}")
 

@@ -1,4 +1,4 @@
-"""What a drill will do, decided before anything starts. Pure: no I/O, clock, processes or torch."""
+"""The plan of a drill: its runs, losses and promises, made before anything starts. Pure: no I/O, clock or process."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,15 +11,15 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 GLOBAL_BATCH_MIN = 48
 STEPS_MIN = 3
 MOTO = "moto"
-"""The object store that the drill brings along: a server of its own, in memory."""
+"""The value of --object-store for the drill's own S3 server, in memory."""
 NO_MOTO = "moto is not installed (pip install 'moto[server]'), and no --object-store is named"
 UPLOAD_LIMIT_S = 120.0
-"""How long a rank of a drill waits for its uploads."""
+"""Time-out of a rank's wait for its uploads."""
 WIDTH_BY_MODEL_SIZE = {"small": 8, "medium": 32, "large": 96}
 
 
 class Scenario(StrEnum):
-    """What happens to the cluster between the last save and the resume."""
+    """A loss between the last save and the resume, and the nodes that resume."""
 
     SHRINK = "shrink"
     REPLACE = "replace"
@@ -30,7 +30,7 @@ class Scenario(StrEnum):
 
 
 class Promise(StrEnum):
-    """What must be true after the resume."""
+    """The condition that a resume must meet."""
 
     SAME_BITS = "same bits"
     SAME_LOSS = "same loss"
@@ -39,9 +39,9 @@ class Promise(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DrillOptions:
-    """What the operator asked for; checked by `plan_drill`.
+    """The user's options. `plan_drill` checks them.
 
-    `object_store` is a URL or MOTO; None is MOTO where it is installed.
+    `victim` is the node that dies; None: the last one. `object_store` is a URL or MOTO; None: MOTO, if it is installed.
     """
 
     scenarios: tuple[Scenario, ...] = tuple(Scenario)
@@ -57,20 +57,20 @@ class DrillOptions:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When a run saves and when it ends. Invariant: saves ascend, and the last one lies before `end_step`."""
+    """Steps of the saves, in ascending order, and the run's last step. Invariant: every save is before `end_step`."""
 
     save_steps: tuple[int, ...]
     end_step: int
 
     @property
     def last_save_step(self) -> int:
-        """The step that a resume must carry on from."""
+        """The step at which a resume must continue."""
         return self.save_steps[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One node of a resumed job: the number of the store it starts with, and whether that store is empty."""
+    """One node of a resumed job: the number of its store, and whether that store is empty."""
 
     node: int
     blank: bool
@@ -78,7 +78,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """One scenario: who takes part after the loss, and what must hold then."""
+    """One scenario: the nodes that take part after the loss, and the promise."""
 
     scenario: Scenario
     promise: Promise
@@ -93,7 +93,7 @@ class ResumePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """One job that trains, saves and then loses the nodes `dies`; every resume starts from what survived it."""
+    """One job that trains, saves and then loses the nodes `dies`. Each resume starts from the stores of the survivors."""
 
     name: str
     nodes: int
@@ -108,7 +108,7 @@ class RunPlan:
 
     @property
     def is_total(self) -> bool:
-        """Whether every node dies, so that the object store is all that is left. Only then does the run save to it."""
+        """Whether every node dies, so that only the object store is left. Only such a run saves to it."""
         return not self.survivors
 
     @property
@@ -123,7 +123,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """All runs of one drill. `global_batch` divides evenly over every world in it, so that losses compare."""
+    """All runs of one drill. Every world size in it divides `global_batch` evenly, so that losses can be compared."""
 
     options: DrillOptions
     schedule: Schedule
@@ -132,7 +132,7 @@ class DrillPlan:
     object_store: str | None = None
     """A URL or MOTO; None exactly if no run is total."""
     skipped: Mapping[Scenario, str] = field(default_factory=dict)
-    """Scenarios that were asked for and cannot run here, with the reason."""
+    """Requested scenarios that cannot run here, with the reason."""
 
     @property
     def ranks_max(self) -> int:
@@ -146,18 +146,19 @@ def checkpoint_id(step: int) -> str:
 
 
 def plan_drill(options: DrillOptions, *, has_moto: bool = True) -> DrillPlan:
-    """Group the scenarios by the loss that they share, so that each loss happens once.
+    """Plans one run for all scenarios with the same loss.
 
-    `has_moto` says whether moto is installed; where it is needed and is not, the scenario is skipped.
+    `has_moto`: whether moto is installed. Without it, `cluster` is skipped unless the options name an object store.
 
-    Raises: ConfigInvalid, with nothing started, when the options contradict each other, or nothing is left to do.
+    Raises:
+        ConfigInvalid: the options contradict each other, or no scenario can run.
     """
     _check(options)
     _check_object_store(options, has_moto=has_moto)
     skips = Scenario.CLUSTER in options.scenarios and options.object_store is None and not has_moto
     skipped = {Scenario.CLUSTER: NO_MOTO} if skips else {}
     victim = options.nodes - 1 if options.victim is None else options.victim
-    # One run for all scenarios with the same loss: each run trains and saves anew.
+    # One run for all scenarios with the same loss: each run costs a training.
     losses: dict[tuple[int, int, tuple[int, ...]], list[ResumePlan]] = {}
     for scenario in dict.fromkeys(options.scenarios):
         if scenario in skipped:
@@ -179,7 +180,7 @@ def _loss(scenario: Scenario, options: DrillOptions, victim: int) -> tuple[int, 
     if scenario is Scenario.COORDINATOR:
         return options.nodes, options.ranks_per_node, (0,)
     if scenario is Scenario.BEYOND:
-        # Two placement groups; the second dies whole, the first still has `.metadata`.
+        # Two placement groups: all nodes of the second die, and the first still has `.metadata`.
         nodes = 2 * options.copies
         groups = place_copies([PlacedNode(str(node)) for node in range(nodes)], options.copies).groups
         return nodes, 1, tuple(sorted(int(node) for node in groups[-1]))
@@ -200,7 +201,7 @@ def _resume(scenario: Scenario, nodes: int, ranks_per_node: int, dies: tuple[int
         case Scenario.BEYOND:
             return ResumePlan(scenario, Promise.SHARD_LOST, survivors, ranks_per_node)
         case Scenario.CLUSTER:
-            # Another number of ranks whatever it was: half as many on each node, or twice.
+            # Always another number of ranks: half as many on each node, or two instead of one.
             return ResumePlan(scenario, Promise.SAME_LOSS, same_world, ranks_per_node // 2 or 2)
         case Scenario.REPLACE | Scenario.COORDINATOR:
             return ResumePlan(scenario, Promise.SAME_BITS, same_world, ranks_per_node)
@@ -211,7 +212,7 @@ def _worlds(runs: Iterable[RunPlan]) -> list[int]:
 
 
 def _global_batch(worlds: Iterable[int]) -> int:
-    # Every world gets whole shares of one batch: else their losses could not be compared.
+    # A multiple of every world size: otherwise worlds train on different batches, and losses cannot be compared.
     unit = math.lcm(*worlds)
     return unit * math.ceil(GLOBAL_BATCH_MIN / unit)
 
@@ -219,7 +220,7 @@ def _global_batch(worlds: Iterable[int]) -> int:
 def _check(options: DrillOptions) -> None:
     problems = {
         "--scenario: name at least one": not options.scenarios,
-        "--nodes: at least 2, as a copy lies on another node": options.nodes < 2,
+        "--nodes: at least 2, because a copy lies on another node": options.nodes < 2,
         "--ranks-per-node: at least 1": options.ranks_per_node < 1,
         f"--copies: between 2 and the number of nodes ({options.nodes})": not 2 <= options.copies <= options.nodes,
         f"--steps: at least {STEPS_MIN}, for two saves and an end": options.steps < STEPS_MIN,
@@ -228,14 +229,14 @@ def _check(options: DrillOptions) -> None:
     }
     for problem, is_real in problems.items():
         if is_real:
-            raise ConfigInvalid(f"{problem}.", "Correct it; `replicated-ckpt drill --help` has the defaults.")
+            raise ConfigInvalid(f"{problem}.", "Correct the option; `replicated-ckpt drill --help` has the defaults.")
 
 
 def _check_object_store(options: DrillOptions, *, has_moto: bool) -> None:
     named, scenarios = options.object_store, set(options.scenarios)
     if named is not None and Scenario.CLUSTER not in scenarios:
         raise ConfigInvalid(
-            "--object-store: of all scenarios only cluster saves to one.", "Use --scenario cluster, or all."
+            "--object-store: only the scenario cluster uses a bucket.", "Use --scenario cluster, or all."
         )
     if not has_moto and (named == MOTO or (named is None and scenarios == {Scenario.CLUSTER})):
         raise ConfigInvalid(
@@ -245,13 +246,13 @@ def _check_object_store(options: DrillOptions, *, has_moto: bool) -> None:
 
 
 class DrillError(ReplicatedCkptError):
-    """The drill could not do what it planned, so the scenarios that depend on it did not hold."""
+    """A step of the drill failed. The scenarios that need this step did not hold."""
 
     default_hint = "Run it again with --keep and read the logs in the work directory."
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
-        self.message = message  # it quotes logs of the drill's own processes, line by line
+        self.message = message  # unescaped: it quotes logs of the drill's own processes, with their line breaks
 
 
 class MotoFailed(DrillError):
@@ -261,7 +262,7 @@ class MotoFailed(DrillError):
 
 
 class DatasetUnusable(DrillError):
-    """The training data asked for cannot be read."""
+    """The folder of --data has no readable FashionMNIST."""
 
     default_hint = (
         "Point --data at a folder with FashionMNIST/raw/ or with FashionMNIST's four idx files, gzipped or not."

@@ -1,4 +1,4 @@
-"""Processes found by a mark in their environment, which every descendant inherits, detached ones too. Linux only."""
+"""Finds and ends processes by a mark in their environment, which all descendants inherit, also detached ones."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ POLL_S = 0.02
 def hold_interrupts() -> Iterator[None]:
     """Delays Ctrl-C and SIGTERM to the end of the block, which starts a process and records it.
 
-    Interrupted in between, the child would not be recorded, and has no mark until it runs its command. A signal that is
-    ignored stays ignored. Does nothing outside the main thread, which alone receives signals.
+    An interrupt between the two would leave an unrecorded child, without a mark until its exec. A signal that is ignored
+    stays ignored. Does nothing outside the main thread, which alone receives signals.
 
     Raises:
-        KeyboardInterrupt: after the block, if one came.
+        KeyboardInterrupt: after the block, if a signal came.
     """
     # Only the main thread may set handlers, and only it is interrupted.
     if threading.current_thread() is not threading.main_thread():
@@ -33,7 +33,7 @@ def hold_interrupts() -> Iterator[None]:
         heard.append(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # nohup and background shells ignore SIGINT: that must stay so.
+    # nohup and background shells ignore SIGINT: it must stay ignored.
     heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in heeded:
         signal.signal(number, note)
@@ -54,12 +54,13 @@ def find_processes(prefix: str) -> tuple[int, ...]:
 
 
 def kill(prefix: str, limit_s: float) -> bool:
-    """Send SIGKILL to all marked processes until none is left, children born meanwhile included.
+    """Sends SIGKILL to all marked processes until none is left, including children that they start meanwhile.
 
-    Returns: whether none was left within `limit_s`.
+    Returns:
+        whether none was left within `limit_s`.
     """
     deadline = time.monotonic() + limit_s
-    # Again and again: a process may fork between the look and its end.
+    # Repeated: a process may fork after it was listed.
     while pids := find_processes(prefix):
         for pid in pids:
             send(pid, signal.SIGKILL)
@@ -70,9 +71,10 @@ def kill(prefix: str, limit_s: float) -> bool:
 
 
 def stop(prefix: str, limit_s: float) -> bool:
-    """Send SIGTERM once to all marked processes and wait.
+    """Sends SIGTERM once to all marked processes, and waits for them.
 
-    Returns: whether all of them left within `limit_s`.
+    Returns:
+        whether all of them ended within `limit_s`.
     """
     for pid in find_processes(prefix):
         send(pid, signal.SIGTERM)
@@ -85,7 +87,7 @@ def stop(prefix: str, limit_s: float) -> bool:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Signal one process; one that has left already is not an error."""
+    """Sends a signal to one process. A process that has ended is no error."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -93,6 +95,6 @@ def send(pid: int, number: signal.Signals) -> None:
 def _has_mark(pid: int, needle: bytes) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
-    except OSError:  # it left, or belongs to another user
+    except OSError:  # it has ended, or belongs to another user
         return False
     return any(entry.startswith(needle) for entry in environment.split(b"\0"))

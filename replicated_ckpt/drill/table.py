@@ -1,4 +1,4 @@
-"""The drill's last words, for people and for machines. Pure: reports in, text out."""
+"""The drill's output as a table and as JSON. Pure: reports in, text out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,16 +21,16 @@ HEADER = (
     "verdict",
 )
 MEANING_BY_PROMISE = {
-    Promise.SAME_BITS: "every tensor as saved; at the end the same bits as the run had that was never interrupted",
-    Promise.SAME_LOSS: f"every tensor as saved; losses within {LOSS_TOLERANCE:g} (relative) of the run's own",
-    Promise.SHARD_LOST: "every rank was told ShardLost and the names of the shards; nothing hung, nothing was made up",
+    Promise.SAME_BITS: "every tensor is as saved, and the run ends with the same bits as an uninterrupted one",
+    Promise.SAME_LOSS: f"every tensor is as saved, and losses are within {LOSS_TOLERANCE:g} of an uninterrupted run",
+    Promise.SHARD_LOST: "every rank got ShardLost with the names of the shards, and nothing hung",
 }
 
 
 def render(
     reports: Sequence[ScenarioReport], notes: Sequence[str], *, skipped: Mapping[Scenario, str] | None = None
 ) -> str:
-    """The table, the problems of what did not hold, why something was skipped, and the notes, ready to print."""
+    """The output: the table, the problems, the reasons for skipped scenarios, the promises' meanings, and the notes."""
     skipped = skipped or {}
     empty = ("-",) * len(HEADER[1:-1])
     rows = [HEADER, *(_row(report) for report in reports), *((scenario, *empty, "SKIPPED") for scenario in skipped)]
@@ -52,7 +52,7 @@ def as_json(
     seconds: float,
     object_store: str | None = None,
 ) -> dict[str, Any]:
-    """What `render` shows, as one JSON value."""
+    """The content of `render` as one JSON value."""
     options = plan.options
     return {
         "held": bool(reports) and all(report.held for report in reports),
@@ -71,17 +71,16 @@ def as_json(
 
 
 def _uploads(reports: Sequence[ScenarioReport]) -> list[str]:
-    """What the columns do not say of a scenario whose nodes all died, and which held."""
+    """A line for each scenario that held although all its nodes died: its columns do not show the wait for the bucket."""
     return [
-        f"{report.scenario}: wait() took {report.wait_s:.2f} s after the last step; then no process and no store was left, "
-        "only the object store."
+        f"{report.scenario}: wait() took {report.wait_s:.2f} s after the last step. Then only the object store was left."
         for report in reports
         if report.wait_s is not None and report.held
     ]
 
 
 def size(size_bytes: int) -> str:
-    """A byte count that fits into a column."""
+    """A number of bytes, short enough for a column."""
     value = float(size_bytes)
     for unit in ("B", "KB", "MB"):
         if value < 1000:

@@ -1,4 +1,4 @@
-"""Whether a scenario held, decided from what the ranks reported. Pure: evidence in, report out."""
+"""Decides from the ranks' reports whether a scenario held. Pure: evidence in, report out."""
 
 import math
 import textwrap
@@ -10,9 +10,9 @@ from replicated_ckpt.drill.evidence import Evidence, LoadRecord, SaveRecord
 from replicated_ckpt.drill.plan import DrillPlan, Promise, ResumePlan, RunPlan, checkpoint_id
 from replicated_ckpt.wording import list_some
 
-LOSS_TOLERANCE = 1e-3  # relative; another world adds up the same gradients in another order
-SHARD_LOST_LIMIT_S = 30.0  # "within seconds": a rank that needs longer to give up counts as hanging
-LATEST_REFUSALS = {"ShardLost", "CheckpointNotFound"}  # "latest" has nothing whole to mean
+LOSS_TOLERANCE = 1e-3  # relative; another number of ranks sums gradients in another order
+SHARD_LOST_LIMIT_S = 30.0  # a rank that takes longer to raise counts as hanging
+LATEST_REFUSALS = {"ShardLost", "CheckpointNotFound"}  # errors of "latest" if no checkpoint is complete
 NAMED_MAX = 3
 MESSAGE_CHARACTERS_MAX = 300
 
@@ -41,23 +41,23 @@ class ScenarioReport:
 
     @property
     def held(self) -> bool:
-        """Whether everything that was promised is true."""
+        """Whether the scenario met its promise."""
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
-        """The same line for machines."""
+        """The report as JSON."""
         return asdict(self) | {"held": self.held}
 
 
 def report_failure(run: RunPlan, resume: ResumePlan, problem: str) -> ScenarioReport:
-    """The report of a scenario that could not be carried out."""
+    """The report of a scenario that the drill could not carry out."""
     return ScenarioReport(resume.scenario, resume.promise, run.ranks, resume.ranks, problems=(problem,))
 
 
 def judge(
     plan: DrillPlan, run: RunPlan, resume: ResumePlan, *, before: Evidence, after: Evidence, detect_s: float | None
 ) -> ScenarioReport:
-    """Hold what the resumed ranks reported against what was saved and against the run's own undisturbed end."""
+    """Compares the resumed ranks' reports with the save, and with the uninterrupted end of the run."""
     step = plan.schedule.last_save_step
     saves = [(report.rank, save) for report in before.reports for save in report.saves if save.step == step]
     owned = [(rank, shard) for rank, save in saves for shard in save.shards]
@@ -100,18 +100,18 @@ def _save_problems(plan: DrillPlan, run: RunPlan, saves: list[tuple[int, SaveRec
 
 
 def _upload_problems(plan: DrillPlan, before: Evidence) -> Iterator[RankProblem]:
-    """What `wait` did not vouch for, before the nodes died."""
+    """Checkpoints that `wait` did not return before the nodes died."""
     wanted = [checkpoint_id(step) for step in plan.schedule.save_steps]
     for report in before.reports:
         if missing := [name for name in wanted if report.wait is None or name not in report.wait.checkpoint_ids]:
-            yield report.rank, f"wait() did not say that the object store has {list_some(missing, NAMED_MAX)}"
+            yield report.rank, f"wait() did not return {list_some(missing, NAMED_MAX)} as uploaded"
 
 
 def _origin_problems(after: Evidence) -> Iterator[RankProblem]:
-    """Bytes that can only come from a node that was not dead after all."""
+    """Loads with bytes of a node, although all nodes were killed."""
     for report in after.reports:
         for load in report.loads:
-            is_fetched = load.bytes_object or load.bytes_shared  # by this rank, or by another of its node
+            is_fetched = load.bytes_object or load.bytes_shared  # by this rank, or by another rank of its node
             if load.raised is None and (load.bytes_local or load.bytes_peer or not is_fetched):
                 found = f"{load.bytes_local} bytes from its own store, {load.bytes_peer} from peers"
                 yield report.rank, f"loaded {found} and {load.bytes_object} from the object store, the only one left"
@@ -120,7 +120,7 @@ def _origin_problems(after: Evidence) -> Iterator[RankProblem]:
 def _carried_on_problems(plan: DrillPlan, resume: ResumePlan, before: Evidence, after: Evidence) -> tuple[str, ...]:
     step = plan.schedule.last_save_step
     if load_problems := (*_missing(resume, after), *_by_problem(_load_problems(after, step))):
-        return load_problems  # all else would only follow from these
+        return load_problems  # other problems would only be their consequences
     name = checkpoint_id(step)
     problems = [*_digest_problems("as saved", before.digests.get(f"saved-{name}"), after.digests.get(f"loaded-{name}"))]
     if resume.promise is Promise.SAME_BITS:
@@ -135,7 +135,7 @@ def _missing(resume: ResumePlan, after: Evidence) -> Iterator[str]:
 
 
 def _by_problem(problems: Iterable[RankProblem]) -> Iterator[str]:
-    """Every problem once, with all ranks that have it."""
+    """Each problem once, with all its ranks."""
     ranks_by_problem: dict[str, list[int]] = {}
     for rank, problem in problems:
         ranks_by_problem.setdefault(problem, []).append(rank)
@@ -178,13 +178,13 @@ def _equal_tensors(before: Evidence, after: Evidence, step: int) -> int:
 
 
 def _loss_problems(plan: DrillPlan, resume: ResumePlan, before: Evidence, after: Evidence) -> Iterator[RankProblem]:
-    # The same world adds up in the same order: any difference is a wrong byte.
+    # The same number of ranks sums in the same order: any difference means a wrong byte.
     tolerance = 0.0 if resume.promise is Promise.SAME_BITS else LOSS_TOLERANCE
     wanted = before.reports[0].loss_by_step
     for report in after.reports:
         for step in range(plan.schedule.last_save_step + 1, plan.schedule.end_step + 1):
             loss, reference = report.loss_by_step.get(step, math.nan), wanted.get(step, math.nan)
-            if not abs(loss - reference) <= tolerance * abs(reference):  # written so that NaN is a problem
+            if not abs(loss - reference) <= tolerance * abs(reference):  # not `>`: NaN must be a problem, too
                 yield report.rank, f"loss at step {step} is {loss!r}, it was {reference!r}"
                 break
 
@@ -201,7 +201,7 @@ def _shard_lost_problems(resume: ResumePlan, after: Evidence, lost: tuple[str, .
 
 def _refusal_problems(named: LoadRecord, latest: LoadRecord, lost: tuple[str, ...]) -> Iterator[str]:
     refusals = [failure for failure in named.failures if failure.type_name == "ShardLost"]
-    # Each rank names what it needed: together they must name all that was lost.
+    # Each rank names the shards that it needs: together they must name all lost ones.
     unnamed = set(lost).difference(*(failure.shards for failure in refusals))
     if named.raised != "CheckpointException":
         yield f"loading {named.requested} raised {named.raised}, not CheckpointException"
@@ -209,8 +209,8 @@ def _refusal_problems(named: LoadRecord, latest: LoadRecord, lost: tuple[str, ..
         yield f"loading {named.requested} failed without ShardLost: {_first_failure(named)}"
     elif unnamed:
         yield f"ShardLost does not name {list_some(sorted(unnamed), NAMED_MAX)}"
-    # A refusal that takes minutes is a hang for the job that waits for it.
+    # For a waiting job, an error after minutes is a hang.
     if named.seconds > SHARD_LOST_LIMIT_S:
-        yield f"it took {named.seconds:.0f} s to give up loading {named.requested}"
+        yield f"loading {named.requested} failed only after {named.seconds:.0f} s"
     if not LATEST_REFUSALS.intersection({latest.raised, *(failure.type_name for failure in latest.failures)}):
         yield f"loading {latest.requested} was not refused: {_first_failure(latest)}"

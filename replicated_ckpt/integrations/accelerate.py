@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: an Accelerator whose `save_state` and `load_state` survive the loss of a node."""
+"""Hugging Face Accelerate: an Accelerator whose checkpoints survive the loss of a node."""
 
 import os
 import re
@@ -9,9 +9,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
-check_versions("accelerate")  # an older one may lack what is imported from it
+check_versions("accelerate")  # before the import, which may fail with an older version
 
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
@@ -33,25 +33,31 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import (
+    AdapterPlanner,
+    drop_base,
+    get_saved_state,
+    get_wanted_state,
+    get_wanted_weights,
+    set_loaded_state,
+)
 
 _MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
 _SCHEDULER = re.compile(rf"{SCHEDULER_NAME}(_[0-9]+)?\.bin")
 _TORCH_FILES = re.compile(
     rf"({SCHEDULER_NAME}|{SAMPLER_NAME}|dl_state_dict)(_[0-9]+)?\.bin|{SCALER_NAME}|{RNG_STATE_NAME}_[0-9]+\.pkl"
 )
-"""The files that Accelerate itself reads; hooks of the program have written, and read, the others."""
+"""Names of the files that Accelerate itself reads. The program's hooks write and read other files."""
 
 
 class PreparedLoader(ReplayedLoader):
-    """A data loader that an Accelerator has prepared. It counts epochs, and shuffles by their number."""
+    """A data loader that an Accelerator has prepared. Accelerate counts its epochs, and shuffles by their number."""
 
     loader: Any
 
     def has_own_state(self) -> bool:
-        """Every loader of Accelerate has the methods, but they work only with `use_stateful_dataloader`."""
+        """Accelerate's loaders always have `state_dict`, but it works only with `use_stateful_dataloader`."""
         return bool(getattr(self.loader, "use_stateful_dataloader", False))
 
     def start_workers(self) -> None:
@@ -59,7 +65,7 @@ class PreparedLoader(ReplayedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        # The epoch's last batch was yielded, but Accelerate counts the epoch only when its loop asks once more.
+        # After the epoch's last batch, Accelerate counts the epoch only when the loop asks for one more batch.
         if "epoch" not in state:
             is_between = state["is_over"] and not state["is_exhausted"]
             state["epoch"] = getattr(self.loader, "iteration", 0) + is_between
@@ -70,18 +76,16 @@ class PreparedLoader(ReplayedLoader):
         self.loader.iteration = state_dict["epoch"]
 
     def _resume(self) -> Iterator[Any]:
-        """Accelerate makes the loader's own iterator when its first batch is asked for."""
-        # The first batch is taken here, before the generators are set: making the iterator draws from them.
+        """The remaining batches. Accelerate makes the loader's iterator at the first batch."""
+        # Reads the first batch before the load sets the random generators, because making the iterator draws from them.
         batches = super()._resume()
         return chain(list(islice(batches, 1)), batches)
 
     def skip(self, batches: int) -> Iterable[Any]:
-        """The rest of an epoch after this number of batches. Batches that a load has counted as yielded are not skipped
-        again.
-        """
+        """The rest of an epoch after `batches` batches. A load has already skipped those that it counted as yielded."""
         if not batches:
             return self
-        # No position from a load: skip as Accelerate does.
+        # Without a position from a load, skips as Accelerate does.
         if self._loaded is None or not self._loaded["yielded"]:
             return _Behind(self, batches)
         if self._loaded["yielded"] != batches:
@@ -93,7 +97,7 @@ class PreparedLoader(ReplayedLoader):
 
 
 class _Behind:
-    """The batches of a loader from some position on. The earlier ones count as yielded."""
+    """The batches of a loader after the first `batches` ones, which count as yielded."""
 
     def __init__(self, loader: PreparedLoader, batches: int) -> None:
         self._loader, self._batches = loader, batches
@@ -108,28 +112,27 @@ class _Behind:
 def _check_as_many(what: str, now: Sequence[Any], saved: Sequence[Any]) -> None:
     if len(now) != len(saved):
         raise ConfigInvalid(
-            f"{what} {len(now)} in this program, but {len(saved)} in the program that saved the checkpoint.",
+            f"This program has {len(now)} {what}, but the program that saved the checkpoint had {len(saved)}.",
             "Prepare and register the same objects, in the same order, before load_state. Models and optimizers are "
-            "loaded.",
+            "already loaded.",
         )
 
 
 class ReplicatedAccelerator(Accelerator):
-    """Accelerator, with `save_state` and `load_state` that use a store on each node.
+    """An Accelerator whose `save_state` and `load_state` use a store on each node.
 
     They save and restore what Accelerate's own methods do: prepared models and optimizers (FSDP2, DDP), schedulers and
     scaler. For each rank they also save and restore its generators, the objects from `register_for_checkpointing`, and
-    the position of each prepared data loader. A loop over such a loader continues in the middle of the epoch. So does a
-    loop over `skip_first_batches`, if it is passed the number of batches that were read.
+    the position of each prepared data loader. After a load, a loop over such a loader continues in the middle of the
+    epoch. So does a loop over `skip_first_batches`, with the number of batches that were read before the save.
 
     The last part of `output_dir` names the checkpoint. `automatic_checkpoint_naming` and `total_limit` work, too.
 
     Args:
         replicated_root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
-        trust_pickles: states of registered objects may name any class.
-        adapter_only: for a model with PEFT's adapters, a save contains everything but the frozen base. False: the base,
-            too.
+        trust_pickles: allow any class in the states of registered objects.
+        adapter_only: for a model with PEFT's adapters, a save leaves out the frozen base. False: it includes the base.
         args, kwargs: as of Accelerator.
     """
 
@@ -147,7 +150,7 @@ class ReplicatedAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigInvalid(
-                f"{self.distributed_type} manages model and optimizer itself: DCP cannot save them.",
+                f"{self.distributed_type} manages model and optimizer itself, so DCP cannot save them.",
                 "Train with DDP or FSDP; or use accelerate's own Accelerator, which saves to a shared directory.",
             )
         limit = self.project_configuration.total_limit
@@ -159,10 +162,10 @@ class ReplicatedAccelerator(Accelerator):
         self._loaders: list[PreparedLoader] = []
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerator's; the loader can be saved and restored.
+        """As Accelerator's. Saves and restores the loader's position.
 
-        `use_stateful_dataloader` applies to data sets with a state. For others torchdata counts the batches, but has no
-        record of the random numbers of Accelerate's samplers and workers: it would continue with other batches.
+        `use_stateful_dataloader` applies only to data sets with a state. For other data sets, torchdata counts the batches
+        but not the random numbers of Accelerate's samplers and workers, and would continue with other batches.
         """
         config, has_state = self.dataloader_config, isinstance(data_loader.dataset, Stateful)
         is_wanted = config.use_stateful_dataloader
@@ -172,13 +175,13 @@ class ReplicatedAccelerator(Accelerator):
         finally:
             config.use_stateful_dataloader = is_wanted
         if isinstance(prepared, PreparedLoader):
-            # Prepared twice: it must have one position in the checkpoint, not two.
+            # A loader that is prepared twice has one position in the checkpoint, not two.
             return prepared
         self._loaders.append(PreparedLoader(prepared))
         return self._loaders[-1]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerator's; after `load_state` nothing is skipped twice."""
+        """As Accelerator's. After `load_state`, skips no batch twice."""
         if not isinstance(dataloader, PreparedLoader):
             return super().skip_first_batches(dataloader, num_batches)
         return dataloader.skip(num_batches)
@@ -189,17 +192,17 @@ class ReplicatedAccelerator(Accelerator):
         return super().free_memory(*objects)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Returns the name of the checkpoint when it is committed.
+        """Returns the name of the checkpoint after its commit.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. ConfigInvalid: it has no name.
+            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. ConfigInvalid: `output_dir` is missing.
         """
         del safe_serialization, kwargs
         name = self._name_of(output_dir)
         weights = [get_model_state_dict(model) for model in self._models]
         if self._adapter_only:
             weights = [drop_base(model, each) for model, each in zip(self._models, weights, strict=True)]
-        left = list(weights)  # hooks remove what they save themselves, perhaps on one rank only: it is saved here, too
+        left = list(weights)  # hooks remove the models that they save themselves, perhaps only on one rank
         with tempfile.TemporaryDirectory() as directory:
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, left, directory)
@@ -209,7 +212,7 @@ class ReplicatedAccelerator(Accelerator):
             files = collect_files(Path(directory))
         own = {"files": files, "random": capture_random(), "loaders": [each.state_dict() for each in self._loaders]}
         own["registered"] = [each.state_dict() for each in self._custom_objects]
-        # A hook that removed a model on one rank only would leave the ranks with different plans.
+        # If a hook removes a model on one rank only, the ranks must still have the same plan: all models are saved.
         saved = left if len(left) == len(weights) else weights
         state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(saved)}
         self._checkpoints.save(name, {**state, **self._optimizer_states(get_saved_state), **entries_of(own)})
@@ -217,17 +220,17 @@ class ReplicatedAccelerator(Accelerator):
         return name
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> str | None:
-        """Restores a checkpoint, the newest whole one by default; returns its name. None: there is no checkpoint at all.
+        """Restores a checkpoint, by default the newest complete one, and returns its name. None: there is no checkpoint.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: as of ReplicatedReader; on every rank alike.
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader, on every rank.
         """
         del kwargs
         newest = self._checkpoints.newest
         name = newest if input_dir is None or Path(input_dir).name == LATEST else Path(input_dir).name
         if name == newest and self._checkpoints.find(newest) is None:
             return None
-        # Before the load: hooks below may remove models from their own list.
+        # A copy: the hooks of `_load_rest` may remove models from it.
         models = list(self._models)
         by_key = {_MODEL.format(index): model for index, model in enumerate(models)}
         state: dict[str, Any] = {key: get_wanted_weights(model) for key, model in by_key.items()}
@@ -239,28 +242,30 @@ class ReplicatedAccelerator(Accelerator):
             set_loaded_state(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
         own, first = values_in(state, trust_pickles=self._trust_pickles)
         self._load_rest(models, first["files"], None if own is None else own["files"], load_kwargs)
-        _check_as_many("register_for_checkpointing was given", self._custom_objects, (own or first)["registered"])
+        _check_as_many("registered objects", self._custom_objects, (own or first)["registered"])
         for registered, value in zip(self._custom_objects, (own or first)["registered"], strict=True):
             registered.load_state_dict(value)
         if own is None:
             self._warn_of_other_world()
             return loaded
-        _check_as_many("prepare was given, of data loaders,", self._loaders, own["loaders"])
+        _check_as_many("prepared data loaders", self._loaders, own["loaders"])
         for loader, position in zip(self._loaders, own["loaders"], strict=True):
             loader.load_state_dict(position)
-        # Last: loading models and schedulers draws random numbers.
+        # Last: the steps above draw random numbers.
         restore_random(own["random"])
         return loaded
 
     def _load_rest(
         self, models: list[Any], first: Mapping[str, bytes], own: Mapping[str, bytes] | None, load_kwargs: Any
     ) -> None:
-        """With another number of ranks all get rank 0's step: otherwise their accumulation windows would differ from it."""
+        """Loads files, schedulers, scaler and step. With another number of ranks, all get rank 0's: their accumulation
+        windows must agree.
+        """
         files, rank, loaders = (
             (first, 0, []) if own is None else ({**first, **own}, self.process_index, self._dataloaders)
         )
         schedulers = [name for name in files if _SCHEDULER.fullmatch(name)]
-        _check_as_many("prepare was given, of schedulers,", self._schedulers, schedulers)
+        _check_as_many("prepared schedulers", self._schedulers, schedulers)
         before = capture_random()
         with tempfile.TemporaryDirectory() as directory:
             put_files(Path(directory), files, torch_files=_TORCH_FILES, trust_pickles=self._trust_pickles)
@@ -268,7 +273,7 @@ class ReplicatedAccelerator(Accelerator):
                 hook(models, directory)
             rest = self._schedulers, loaders, rank, self.scaler, None, load_kwargs
             self.step = load_accelerator_state(directory, [], [], *rest).get("step", self.step)
-        # Accelerate restores generators of its own files: those of this rank's state are set at the end.
+        # Accelerate has set the generators of its own files. `load_state` sets this rank's at the end.
         restore_random(before)
 
     def _optimizer_states(self, get_state: Callable[[Any, Any], dict[str, Any]]) -> dict[str, Any]:
@@ -278,12 +283,12 @@ class ReplicatedAccelerator(Accelerator):
         }
 
     def _model_of(self, optimizer: Any) -> Any:
-        """The prepared model with the parameters that an optimizer steps."""
+        """The prepared model whose parameters an optimizer updates."""
         stepped = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
             if any(id(parameter) in stepped for parameter in model.parameters()):
                 return model
-        raise ConfigInvalid("An optimizer has no parameter of a prepared model.", "Prepare the model, too.")
+        raise ConfigInvalid("An optimizer has no parameter of a prepared model.", "Prepare its model, too.")
 
     def _name_of(self, output_dir: Any) -> str:
         if self.project_configuration.automatic_checkpoint_naming:
@@ -298,7 +303,7 @@ class ReplicatedAccelerator(Accelerator):
     def _warn_of_other_world(self) -> None:
         if self.is_main_process:
             warn(
-                "Another number of ranks saved the checkpoint. Each rank gets what rank 0 had registered; its random "
+                "Another number of ranks saved the checkpoint. Each rank gets rank 0's registered objects. Its random "
                 "generators and data loaders stay as they are."
             )
 
@@ -308,7 +313,7 @@ class ReplicatedAccelerator(Accelerator):
         return NamedCheckpoints(self._replicated_root, self._writer_options, newest=str(Newest("", form)))
 
     def end_training(self) -> None:
-        """As Accelerator's; and closes what `save_state` and `load_state` have opened."""
+        """As Accelerator's. Also closes the writer and reader of `save_state` and `load_state`."""
         if "_checkpoints" in vars(self):
             self._checkpoints.close()
             del self._checkpoints

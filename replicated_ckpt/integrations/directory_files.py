@@ -1,4 +1,4 @@
-"""A directory of small files that a framework wrote, as bytes in a checkpoint, and back."""
+"""Puts a directory of small files of a framework into a checkpoint as bytes, and back."""
 
 import re
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ _TORCH_FILES = re.compile(r".*\.(pt|pth|bin|pkl)")
 
 
 def collect_files(directory: Path) -> dict[str, bytes]:
-    """The files in a directory and below it, by relative path."""
-    # No links: a hostile program's could bring any file of this user into the checkpoint.
+    """The content of the files in a directory and below it, by relative path."""
+    # No links: through a hostile one, any file of this user could get into the checkpoint.
     files = sorted(file for file in directory.rglob("*") if is_plain_file(file))
     return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
 
@@ -25,20 +25,21 @@ def put_files(
     torch_files: re.Pattern[str] = _TORCH_FILES,
     trust_pickles: bool = False,
 ) -> None:
-    """Writes files from `collect_files`, as a checkpoint has them.
+    """Writes files of `collect_files`, as read from a checkpoint.
 
-    The framework reads `torch_files` by `torch.load`. Unless `trust_pickles`, this process reads them first and saves
-    them again: torch's own unpickler bounds neither time nor memory.
+    The framework reads `torch_files` by `torch.load`. Unless `trust_pickles`, this process reads them safely first, and
+    writes them anew: torch's own unpickler bounds neither time nor memory.
 
     Raises:
-        ManifestInvalid: a path leads out of the directory. ObjectUnsafe: a torch file is not loaded. Nothing was written.
+        ManifestInvalid: a path leads out of the directory. ObjectUnsafe: a torch file names a class that is not allowed.
+            Nothing was written.
     """
-    # All paths before the first write: a hostile checkpoint must leave nothing behind.
+    # Checks all paths before the first write, so that a hostile checkpoint leaves nothing behind.
     for path in files:
         if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise ManifestInvalid(
                 f"The checkpoint has a file {path!r}, which lies outside its directory.",
-                "No save writes such a file: find out who can write to the checkpoint, and load another one.",
+                "No save writes such a file. Find out who can write to the checkpoint, and load another checkpoint.",
             )
     checked = [] if trust_pickles else [path for path in files if torch_files.fullmatch(path)]
     again = {path: save_again(memoryview(files[path]), path, "the checkpoint").getvalue() for path in checked}

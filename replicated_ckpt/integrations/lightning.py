@@ -1,4 +1,4 @@
-"""PyTorch Lightning: its strategies, with `save_checkpoint`, `load_checkpoint` and `remove_checkpoint` of their own."""
+"""PyTorch Lightning: strategies whose checkpoints survive the loss of a node."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -6,9 +6,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
-check_versions("lightning")  # an older one may lack what is imported from it
+check_versions("lightning")  # before the import, which may fail with an older version
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -30,15 +30,21 @@ from replicated_ckpt.dcp.rank_state.rank_state import (
 )
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.user_code import warn
-from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import (
+    AdapterPlanner,
+    drop_base,
+    get_saved_state,
+    get_wanted_state,
+    get_wanted_weights,
+    set_loaded_state,
+)
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 
 
 class TrainLoader(ReplayedLoader):
-    """The train loader of a Trainer. The loop prefetches, and may end an epoch before the loader does."""
+    """The train loader of a Trainer. Lightning's loop prefetches, and may end an epoch before the loader does."""
 
     asks_for_more = False
 
@@ -48,15 +54,15 @@ class TrainLoader(ReplayedLoader):
 
     @property
     def worker_init_fn(self) -> Any:
-        """The loader's: Lightning sets it."""
-        return self.loader.worker_init_fn  # type: ignore[attr-defined]  # as it is asked for
+        """The loader's own, which Lightning sets."""
+        return self.loader.worker_init_fn  # type: ignore[attr-defined]  # DataLoader's
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
         self.loader.worker_init_fn = function  # type: ignore[attr-defined]
 
     def count_read_ahead(self) -> int:
-        # Fetched for the loop and not trained on: after a resume they must come again.
+        # Batches that the loop has fetched and not trained on: a resume must read them again.
         return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001 - there is no public way
 
     def is_epoch_over(self) -> bool:
@@ -64,9 +70,7 @@ class TrainLoader(ReplayedLoader):
 
 
 class _Found(NamedTuple):
-    """A rank's candidate for a resume. All ranks use the smallest one: a file on a disk before none, the newest file
-    first.
-    """
+    """A rank's candidate for a resume. All ranks use the smallest one: the newest file on any rank's disk."""
 
     is_missing: bool
     age: float
@@ -75,23 +79,21 @@ class _Found(NamedTuple):
 
 
 class ReplicatedStrategy:
-    """The common part of the three strategies below. Lightning decides what is saved and when; this class decides
-    where.
+    """The common part of the three strategies below. Lightning decides what it saves and when, this class decides where.
 
     Model and optimizers are saved sharded, under the model's own names. All other parts of Lightning's checkpoint
     (loops, schedulers, callbacks, precision, data module, data loaders, hyperparameters) are saved for each rank, with
-    its random generators. If as many ranks load as saved, each gets its own state. Another number of ranks gets rank
-    0's, keeps its generators, and warns.
+    its random generators. If as many ranks load as saved, each gets its own state. With another number of ranks, each
+    gets rank 0's state and keeps its generators, and rank 0 warns.
 
-    `ckpt_path="latest"` resumes from the newest complete checkpoint, and starts anew without one. A path that
-    ModelCheckpoint has named means the same checkpoint on every node, whatever lies there.
+    `ckpt_path="latest"` resumes from the newest complete checkpoint, or starts anew without one. A path of
+    ModelCheckpoint means the same checkpoint on every node, whatever lies there.
 
     Args:
         root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
-        trust_pickles: states of callbacks, hyperparameters and data modules may name any class.
-        adapter_only: for a model with PEFT's adapters, a save contains everything but the frozen base. False: the base,
-            too.
+        trust_pickles: allow any class in the states of callbacks, hyperparameters and data modules.
+        adapter_only: for a model with PEFT's adapters, a save leaves out the frozen base. False: it includes the base.
         args, kwargs: as of Lightning's strategy.
     """
 
@@ -119,27 +121,27 @@ class ReplicatedStrategy:
         self._restore: Callable[[], None] | None = None
         self._loaded_name = LATEST
 
-    # What Lightning calls of a strategy ----------------------------------------------------------------------------
+    # Methods that Lightning calls -----------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: `setup` restores model and callbacks at its end, before `on_fit_start`."""
+        """False: `setup` itself restores model and callbacks at its end, before `on_fit_start`."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning calls `load_optimizer_state_dict` after `on_fit_start`, where callbacks add parameter groups."""
+        """True: Lightning loads optimizers after `on_fit_start`, in which callbacks may add parameter groups."""
         return True
 
     def setup_environment(self) -> None:
-        """Has ranks agree on `ckpt_path` before they restore: each rank finds "last" and "best" on its own disk.
+        """Replaces two methods of Lightning's connector.
 
-        Lightning restores before `setup`, when a model may still be on the meta device. Here the restore follows at the
-        end of `setup`.
+        `_resume_alike` has ranks agree on `ckpt_path`, because each rank finds "last" and "best" on its own disk.
+        `_restore_later` moves the restore to the end of `setup`: before, a model may still be on the meta device.
         """
         super().setup_environment()  # type: ignore[misc]  # Lightning's
         connector = self.lightning_module.trainer._checkpoint_connector  # noqa: SLF001 - there is no public way
-        # Once: a second fit would wrap the wrapper.
+        # Only once: a second fit would wrap the wrapper.
         if not isinstance(connector.resume_start, partial):
             connector.resume_start = partial(self._resume_alike, connector.resume_start)
             connector._restore_modules_and_callbacks = partial(  # noqa: SLF001 - there is no public way
@@ -148,14 +150,14 @@ class ReplicatedStrategy:
             )
 
     def setup(self, trainer: Any) -> None:
-        """Also restores model and callbacks: tensors in place, and callbacks before `on_fit_start`."""
+        """Also restores model and callbacks, before `on_fit_start`."""
         super().setup(trainer)  # type: ignore[misc]
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A train loader that continues in the middle of an epoch."""
+        """Wraps a train loader, so that it continues in the middle of an epoch."""
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         return TrainLoader(loader, trainer) if trainer.training else loader
@@ -170,12 +172,12 @@ class ReplicatedStrategy:
         return get_saved_state(self.model, plain)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Sets the model from the result of `load_checkpoint`, as `on_load_checkpoint` has changed it."""
-        copied = dict(checkpoint[_MODEL])  # torch renames its keys in place; callbacks still get it
+        """Sets the model from the result of `load_checkpoint`, which `on_load_checkpoint` may have changed."""
+        copied = dict(checkpoint[_MODEL])  # torch renames keys in place, and callbacks get the dictionary afterwards
         set_model_state_dict(self.model, copied, options=StateDictOptions(strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Reads the optimizers of the checkpoint that `load_checkpoint` has read, into the groups that they have now.
+        """Loads the optimizers of the checkpoint that `load_checkpoint` has read, into their present parameter groups.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -190,7 +192,7 @@ class ReplicatedStrategy:
             set_loaded_state(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Returns when the checkpoint is committed. A small file at `filepath` has its name, on each node.
+        """Returns after the commit. Writes a small file with the checkpoint's name to `filepath` on each node.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. TypeError: storage_options were given.
@@ -198,13 +200,13 @@ class ReplicatedStrategy:
         if storage_options is not None:
             raise TypeError("storage_options of save_checkpoint belong to a CheckpointIO; pass them in writer_options.")
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        # Here, not in lightning_module_state_dict: callbacks that average weights put others in their place.
+        # Not in lightning_module_state_dict: callbacks that average weights replace its result.
         weights = checkpoint["state_dict"]
         saved = drop_base(self.model, weights) if self._adapter_only else weights
         state = {_MODEL: saved, **entries_of({"rest": rest, "random": capture_random()})}
         for index, optimizer_state in enumerate(checkpoint.get("optimizer_states", [])):
             state[f"{_OPTIMIZER}{index}"] = optimizer_state
-        # Rank 0's: the paths may differ by node, as with $HOME or a date in them.
+        # Rank 0's name: paths may differ by node, for example by $HOME or a date.
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._checkpoints.save(name, state)
         if mark is not None and self.local_rank == 0 and not is_directory(mark):
@@ -212,7 +214,7 @@ class ReplicatedStrategy:
             Path(mark).write_text(f"replicated_ckpt stores this checkpoint as {name}.\n", encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads the model and all of Lightning's own state. `load_optimizer_state_dict` reads the optimizers later.
+        """Loads the model and Lightning's own state. `load_optimizer_state_dict` loads the optimizers later.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -225,23 +227,23 @@ class ReplicatedStrategy:
             self._random = own["random"]
         elif is_fitting and self.global_rank == 0:
             warn(
-                "Another number of ranks saved the checkpoint. Each rank gets what Lightning saved on rank 0; its random "
+                "Another number of ranks saved the checkpoint. Each rank gets Lightning's state of rank 0. Its random "
                 "generators stay as they are."
             )
         checkpoint = {**(own or first)["rest"], _MODEL: state[_MODEL]}
-        if "lr_schedulers" in checkpoint:  # with save_weights_only there are neither; else Lightning needs this key
+        if "lr_schedulers" in checkpoint:  # missing with save_weights_only; otherwise Lightning needs both keys
             checkpoint["optimizer_states"] = []
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint from every node and the bucket, for good."""
+        """Permanently removes a checkpoint from every node and the bucket."""
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._checkpoints.delete(name)
         if mark is not None and self.local_rank == 0 and not is_directory(mark):
             Path(mark).unlink(missing_ok=True)
 
     def on_train_start(self) -> None:
-        """Sets the generators once more: code between the load and the first batch has drawn from them."""
+        """Sets the random generators just before the first batch, because code after the load has drawn from them."""
         super().on_train_start()  # type: ignore[misc]
         self._count_step_as_saved()
         if self._random is not None:
@@ -251,7 +253,7 @@ class ReplicatedStrategy:
     def _count_step_as_saved(self) -> None:
         """Keeps ModelCheckpoint from saving the resumed step again, in the middle of the next accumulation window.
 
-        Lightning 2.6 saves no step twice, but its callback forgets over a restart which one it saved last.
+        Lightning 2.6 saves no step twice, but after a restart its callback does not have the step that it saved last.
         """
         trainer = self.lightning_module.trainer
         if trainer.ckpt_path is None:
@@ -261,7 +263,7 @@ class ReplicatedStrategy:
                 callback._last_global_step_saved = trainer.global_step  # noqa: SLF001 - there is no public way
 
     def teardown(self) -> None:
-        """Closes what `save_checkpoint` and `load_checkpoint` have opened."""
+        """Closes the writer and reader of `save_checkpoint` and `load_checkpoint`."""
         if "_checkpoints" in vars(self):
             self._checkpoints.close()
             del self._checkpoints
@@ -270,7 +272,7 @@ class ReplicatedStrategy:
     # Names ----------------------------------------------------------------------------------------------------------
 
     def _name(self, path: Any) -> str:
-        """The name in the store for a path of Lightning's: the path below the root, or one part for any other."""
+        """The name in the store for a path of Lightning's: its part below the root. Other paths become one part."""
         text: str = os.fspath(path)
         if is_newest(text):
             return text
@@ -279,11 +281,11 @@ class ReplicatedStrategy:
             return str(whole.relative_to(self._root))
         here = Path.cwd().resolve()
         parts = whole.relative_to(here).parts if whole.is_relative_to(here) else whole.parts[1:]
-        # An id must not begin with a dot or dash, and has no separators outside of its directory.
+        # A checkpoint id must not begin with these characters.
         return ",".join(parts).lstrip(".-~ ")
 
     def _mark_at(self, path: Any) -> str | None:
-        """The small file's place: where Lightning looks for the checkpoint. None: the checkpoint itself lies there."""
+        """The path of the small file, where Lightning looks for the checkpoint. None: the checkpoint itself lies there."""
         return None if Path(path).resolve().is_relative_to(self._root) else str(Path(path).absolute())
 
     def _agree_on_first(self, value: Any) -> Any:
@@ -296,15 +298,13 @@ class ReplicatedStrategy:
         return AdapterPlanner({_MODEL: self.model}, allow_partial_load=not self.lightning_module.strict_loading)
 
     def _restore_later(self, restore: Callable[..., None], *given: Any) -> None:
-        """Stands for Lightning's own restoring of model and callbacks, which `setup` does."""
+        """Replaces Lightning's restore of model and callbacks: `setup` calls it later."""
         self._restore = partial(restore, *given)
 
     def _resume_alike(
         self, resume_start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None
     ) -> None:
-        """Lightning's own start of a resume, with the same path on all ranks: the newest on any rank's disk, if there
-        is one.
-        """
+        """Starts Lightning's resume with the same path on all ranks: that of the newest file on any rank's disk."""
         own: _Found | None = None
         if checkpoint_path is not None:
             age = -Path(checkpoint_path).stat().st_mtime if is_there(checkpoint_path) else 0.0
@@ -312,7 +312,7 @@ class ReplicatedStrategy:
         given = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
         if dist.is_initialized():
             dist.all_gather_object(given, own)
-        # Nodes may have lost their disks: one rank's file is enough to name the checkpoint.
+        # Nodes may have lost their disks: the file of one rank is enough.
         found = min((each for each in given if each is not None), default=None)
         if found is None or is_newest(found.name):
             has_any = found is not None and self._checkpoints.find(found.name) is not None
@@ -321,7 +321,7 @@ class ReplicatedStrategy:
             resume_start(found.name if found is not None and has_any else None, weights_only)
             return
         resume_start(self._root / found.name, weights_only)
-        # Lightning removes nothing that lies at this path, and all ranks remove together: roots may differ.
+        # Lightning never removes the checkpoint at this path. It must be the same on all ranks, but roots may differ.
         self.lightning_module.trainer._checkpoint_connector._ckpt_path = found.path  # noqa: SLF001 - no public way
 
     @cached_property
@@ -330,12 +330,12 @@ class ReplicatedStrategy:
 
 
 class ReplicatedModelParallelStrategy(ReplicatedStrategy, ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints that survive the loss of a node."""
+    """ModelParallelStrategy (FSDP2, tensor parallelism) whose checkpoints survive the loss of a node."""
 
 
 class ReplicatedFSDPStrategy(ReplicatedStrategy, FSDPStrategy):
-    """Lightning's FSDPStrategy (FSDP1), with checkpoints that survive the loss of a node; they are always sharded."""
+    """FSDPStrategy (FSDP1) whose checkpoints survive the loss of a node. They are always sharded."""
 
 
 class ReplicatedDDPStrategy(ReplicatedStrategy, DDPStrategy):
-    """Lightning's DDPStrategy, with checkpoints that survive the loss of a node."""
+    """DDPStrategy whose checkpoints survive the loss of a node."""

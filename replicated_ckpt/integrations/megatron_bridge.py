@@ -1,6 +1,6 @@
-"""Megatron-Bridge: a manager for `checkpoint.custom_manager_class`, with checkpoints that survive the loss of a node.
+"""Megatron-Bridge: a manager for `checkpoint.custom_manager_class`. Its checkpoints survive the loss of a node.
 
-Importing this module allows Megatron-Bridge to make the class by its name.
+The import of this module registers the class, so that Megatron-Bridge may construct it by its name.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 from replicated_ckpt.stores.files.existence import is_there
 
 STORE = "replicated"
-"""The store's directory, in `checkpoint.save`."""
+"""The store's directory below `checkpoint.save`."""
 
 _FILES = "replicated_ckpt.files"
 _TRAIN_STATE, _RUN_CONFIG = "train_state", "run_config"
@@ -49,16 +49,16 @@ register_allowed_target_prefix(__name__)
 
 
 class ReplicatedCheckpointManager(DefaultCheckpointManager):
-    """Megatron-Bridge's manager: Bridge's own code saves and restores; this class decides where.
+    """Megatron-Bridge's manager, with another place for the checkpoints. Bridge's own code saves and restores.
 
     `checkpoint.save` is a directory on each node's own disk; the node's store is `replicated` in it. Each save also
-    goes to other nodes, with the train state and the run's configuration, which Bridge writes on one node only. When
-    the manager is made, it writes these on each node again, before Bridge looks for a checkpoint there. All ranks load
-    the same checkpoint, whatever lies on their nodes: the newest complete one, or `ckpt_step`. With `most_recent_k`,
-    agents remove checkpoints on all nodes. Bridge itself reads a `pretrained_checkpoint`.
+    goes to other nodes, with the train state and the run's configuration, which Bridge writes on one node only. The
+    constructor writes these two on each node, before Bridge looks for a checkpoint there. All ranks load the same
+    checkpoint, whatever lies on their nodes: the newest complete one, or `ckpt_step`. With `most_recent_k`, agents
+    remove checkpoints on all nodes. Bridge itself reads a `pretrained_checkpoint`.
 
-    All ranks make a manager, save and load together. While a manager saves or loads, it replaces functions of Bridge's
-    module `checkpointing`: no other manager may do so at that time.
+    All ranks construct a manager, save and load together. While a manager saves or loads, it replaces functions of
+    Bridge's module `checkpointing`: no other manager may save or load at that time.
 
     Written against Megatron-Bridge 0.6.2, and commit 067f987 of 2026-08-22.
     """
@@ -70,7 +70,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         """Writes the files that Bridge looks for on this node, if there is a checkpoint to load.
 
         Raises:
-            ConfigInvalid: this manager cannot do what the configuration asks for. CheckpointNotFound: of `ckpt_step`.
+            ConfigInvalid: the configuration is not supported. CheckpointNotFound: there is no checkpoint of `ckpt_step`.
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
         """
         _refuse(checkpoint_config)
@@ -94,14 +94,14 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
             state = checkpointing.preprocess_fsdp_dtensor_state_dict(cfg, state_dict, model)
             self._checkpoints.save(Path(path).name, {**state, _FILES: files} if files else state)
             Path(path).mkdir(parents=True, exist_ok=True)
-            # Bridge recognises the format by this file: without it a load would look for another one.
+            # Bridge recognises the format by this file. Without it, a load would expect another format.
             _write(Path(path) / ".metadata", _MARKER)
 
         with _in_place_of(save_state, checkpointing._get_filesystem_reader, _drop_small_files):  # noqa: SLF001
             super().save(ctx, callback_manager)
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
-        """The step and the number of operations of the restored checkpoint.
+        """Restores a checkpoint. Returns its step and its number of floating-point operations.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -109,7 +109,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         theirs = checkpointing._get_filesystem_reader  # noqa: SLF001 - there is no public way
 
         def make_reader(path: str, *args: Any, **kwargs: Any) -> Any:
-            # A pretrained checkpoint lies elsewhere, in a directory of Bridge's own.
+            # A pretrained checkpoint lies in another directory, which Bridge reads itself.
             if Path(path).resolve().parent != self._directory:
                 return theirs(path, *args, **kwargs)
             reader = self._checkpoints.reader
@@ -121,7 +121,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         return step, operations
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Nothing is under way between saves. With `terminate`, closes what they have opened."""
+        """Waits for nothing, because saves are synchronous. With `terminate`, closes writer and reader."""
         del state, blocking
         if terminate and "_checkpoints" in vars(self):
             self._checkpoints.close()
@@ -130,21 +130,21 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
     @cached_property
     def _checkpoints(self) -> NamedCheckpoints:
         kept = self.checkpoint_config.most_recent_k
-        # With 0 the checkpoint that was just saved would be removed, too.
+        # 0 would remove the checkpoint of the save itself.
         retention = Retention(keep_last=max(1, kept)) if kept > -1 else None
         return NamedCheckpoints(
             self._directory / STORE, {"retention": retention, **self.writer_options}, newest=_NEWEST
         )
 
     def _put_small_files(self) -> None:
-        """Writes the small files of the newest whole checkpoint, or of `ckpt_step`, on this node as Bridge does on one."""
+        """Writes the small files of the newest complete checkpoint, or of `ckpt_step`, on this node."""
         latest = Path(get_checkpoint_train_state_filename(str(self._directory), prefix="latest"))
         step = self.checkpoint_config.ckpt_step
         name = _NEWEST if step is None else Path(get_checkpoint_name("", step)).name
         if self._checkpoints.find(name) is None:
             if step is not None:
                 raise CheckpointNotFound(f"There is no checkpoint {name} in {self._directory}.", "Unset ckpt_step.")
-            # Bridge would go by this file, and look for a checkpoint that no node has.
+            # Because of this file, Bridge would look for a checkpoint that no node has.
             if is_there(latest):
                 raise ConfigInvalid(
                     f"{latest} names a checkpoint that no store has.",
@@ -160,12 +160,12 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         _write(Path(get_checkpoint_run_config_filename(str(loaded))), run_config)
         _write(Path(get_checkpoint_train_state_filename(str(loaded))), train_state)
         _write(Path(get_checkpoint_tracker_filename(str(self._directory))), loaded.name.removeprefix("iter_").encode())
-        # Last, as Bridge goes by this file: those that it leads to are there.
+        # Last: Bridge reads this file first, and then the others.
         _write(latest, train_state)
 
 
 def _refuse(config: CheckpointConfig) -> None:
-    # Another version of Bridge would save through its own storage, without a word.
+    # Another version of Bridge would silently save through its own storage.
     missing = [name for name in _REPLACED if not hasattr(checkpointing, name)]
     if missing:
         raise ConfigInvalid(
@@ -174,7 +174,7 @@ def _refuse(config: CheckpointConfig) -> None:
         )
     if config.ckpt_format != "fsdp_dtensor":
         raise ConfigInvalid(
-            f"checkpoint.ckpt_format is {config.ckpt_format!r}, which does not use DCP's own storage.",
+            f"checkpoint.ckpt_format is {config.ckpt_format!r}, which does not save through DCP's storage.",
             "Train with Megatron-FSDP and ckpt_format: fsdp_dtensor.",
         )
     if config.async_save or config.non_persistent_ckpt_type is not None:
@@ -194,7 +194,7 @@ def _refuse(config: CheckpointConfig) -> None:
 
 @contextlib.contextmanager
 def _in_place_of(*functions: Any) -> Iterator[None]:
-    """Replaces Bridge's functions of `_REPLACED`, in their order, for a block."""
+    """Replaces Bridge's functions named in `_REPLACED`, in that order, during a with block."""
     before = {name: getattr(checkpointing, name) for name in _REPLACED}
     for name, function in zip(_REPLACED, functions, strict=False):
         setattr(checkpointing, name, function)
@@ -206,7 +206,7 @@ def _in_place_of(*functions: Any) -> Iterator[None]:
 
 
 def _small_files(ctx: CheckpointSaveContext) -> dict[str, bytes]:
-    """The further files that Bridge writes on rank 0's node, with the same content."""
+    """The content of the files that Bridge writes only on rank 0's node."""
     train_state = ctx.state.train_state.state_dict()
     operations = torch.tensor(ctx.num_floating_point_operations_so_far, dtype=torch.float32)
     saved = io.BytesIO()
@@ -218,14 +218,14 @@ def _small_files(ctx: CheckpointSaveContext) -> dict[str, bytes]:
 
 
 def _drop_small_files(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False, **limits: Any) -> None:
-    """As Bridge's own removal, but without the store: its agents apply `most_recent_k` themselves."""
+    """Removes old directories as Bridge does, but not the store's checkpoints: agents apply `most_recent_k` to those."""
     del do_async, limits
     for old in sorted(Path(save_dir).glob("iter_*"))[: -max(1, leave_ckpt_num)]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: the ranks of a node write the same file at the same time."""
+    """Writes a file completely or not at all, because the ranks of a node write it at the same time."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         file.write(content)
     Path(file.name).replace(path)

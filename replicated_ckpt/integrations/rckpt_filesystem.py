@@ -1,7 +1,7 @@
-"""The file system `rckpt://` for fsspec: checkpoints as read-only files, from any intact copy that is left.
+"""The file system `rckpt://` for fsspec: checkpoints as read-only files, read from any intact copy.
 
 `rckpt:///nvme/ckpt/step-100/.metadata` is a file of `step-100` in the store `/nvme/ckpt`. The package's entry point
-registers it, so readers that take URLs of fsspec load from the surviving copies, as torch's FsspecReader.
+registers the scheme, so readers of fsspec's URLs, such as torch's FsspecReader, load from the surviving copies.
 """
 
 import errno
@@ -36,7 +36,7 @@ _READ_ONLY = "rckpt:// is read-only. Save with ReplicatedWriter."
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """One checkpoint as it was found: its files are those of this save until it is looked for again."""
+    """A checkpoint that a search has found. Its files are those of this save, even if another save replaces it later."""
 
     store: LocalStore
     survey: Survey
@@ -49,14 +49,14 @@ class _Checkpoint:
 
 
 class ReplicatedFileSystem(fsspec.AbstractFileSystem):
-    """Read-only files of checkpoints, on this process alone. Each shard ends with its last entry, without our footer.
+    """Read-only files of checkpoints, for this process alone. A shard's file ends with its last entry, without the footer.
 
-    A checkpoint is looked for when its directory is first used. `invalidate_cache` has it looked for again.
+    The first use of a checkpoint's directory searches the nodes for it. After `invalidate_cache`, the next use does, too.
     """
 
     protocol = "rckpt"
     root_marker = "/"
-    # An instance has what it has found: another job's instance must not get it.
+    # fsspec must not share an instance: it has found checkpoints, and another job must search itself.
     cachable = False
 
     def __init__(self, **options: Any) -> None:
@@ -68,7 +68,7 @@ class ReplicatedFileSystem(fsspec.AbstractFileSystem):
         super().invalidate_cache(path)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Raises FileNotFoundError: the checkpoint has no such file. And as a load, if there is no such checkpoint."""
+        """Raises FileNotFoundError: the checkpoint has no such file. Without the checkpoint, raises a load's errors."""
         path = str(self._strip_protocol(path))
         directory, name = posixpath.split(path)
         if not _is_file(name):
@@ -109,7 +109,7 @@ class _File(AbstractBufferedFile):
         self._reader: ShardReader | None = None
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        """Verified bytes, from this node or another one. Raises ShardLost: no intact copy is left."""
+        """Verified bytes from this node or another one. Raises ShardLost: there is no intact copy."""
         if self._name == METADATA_NAME:
             return self._checkpoint.metadata[start:end]
         if self._reader is None:
@@ -118,7 +118,7 @@ class _File(AbstractBufferedFile):
         return bytes(self._reader.read_range(self._name, start, end - start))
 
     def close(self) -> None:
-        """Closes the connections, and has the agents of nodes with bad copies mend these."""
+        """Closes the connections, and reports bad copies to the agents of their nodes, which mend them."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.tell_suspects()
@@ -131,10 +131,10 @@ def _is_file(name: str) -> bool:
 
 
 def _look_for(path: str) -> _Checkpoint:
-    """Finds the checkpoint in a directory of a store.
+    """Finds the checkpoint of a directory.
 
     Raises:
-        ConfigInvalid: the directory lies in no store. And the errors of a load, as CheckpointNotFound and ShardLost.
+        ConfigInvalid: the directory lies in no store. And the errors of a load, such as CheckpointNotFound and ShardLost.
     """
     with translate_errors(path, "look for", NODE_NAME):
         root = next((each for each in Path(path).parents if is_there(each / NODE_NAME)), None)

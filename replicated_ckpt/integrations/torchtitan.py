@@ -1,4 +1,4 @@
-"""torchtitan: its checkpoint manager, for `Trainer.Config.checkpoint`, with checkpoints that survive the loss of a node."""
+"""torchtitan: a checkpoint manager for `Trainer.Config.checkpoint`. Its checkpoints survive the loss of a node."""
 
 import os
 from concurrent.futures import Future
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
-check_versions("torchtitan")  # an older one may lack what is imported from it
+check_versions("torchtitan")  # before the import, which may fail with an older version
 
 from torchtitan.components.checkpointer import MODEL, OPTIMIZER, TRAIN_STATE, CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
@@ -32,7 +32,7 @@ _RANDOM = "replicated_ckpt.random"
 
 
 class _Planner(RankStatePlanner):
-    """A parameter without optimizer state in the checkpoint gets none. torchtitan's container accepts missing names."""
+    """Does not ask for optimizer state that the checkpoint lacks: torchtitan's container accepts missing names."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         if metadata is not None and OPTIMIZER in state_dict:
@@ -41,7 +41,7 @@ class _Planner(RankStatePlanner):
 
 
 class ReplicatedCheckpointManager(CheckpointManager):
-    """torchtitan's manager: torchtitan decides what is saved, when, and for how long; this class decides where.
+    """torchtitan's manager, with a store on each node. torchtitan decides what it saves, when, and for how long.
 
     Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. All ranks load the same
     checkpoint, whatever lies on their nodes: the newest complete one, or `load_step`. With `keep_latest_k`, agents
@@ -53,11 +53,11 @@ class ReplicatedCheckpointManager(CheckpointManager):
     """
 
     async_mode: AsyncMode
-    _has_none = False  # while all ranks have found no checkpoint
+    _has_none = False  # True during torchtitan's own search, after no rank found a checkpoint
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """As of torchtitan's manager, and the place of the checkpoints."""
+        """The settings of torchtitan's manager, and of the replicated store."""
 
         root: str = ""
         """This node's store, a directory on its own disk; "": torchtitan's checkpoint folder."""
@@ -66,13 +66,13 @@ class ReplicatedCheckpointManager(CheckpointManager):
         """Copies of every shard, the local one counted."""
 
         ack: Ack = "peer"
-        """The state of the copies when a save is done, as of ReplicatedWriter."""
+        """The state of the copies at the end of a save, as of ReplicatedWriter."""
 
         object_store: str | None = None
-        """A bucket where the checkpoints go as well: "s3://bucket/prefix"."""
+        """A bucket that gets the checkpoints, too: "s3://bucket/prefix"."""
 
         object_every: int = 1
-        """Only every n-th checkpoint goes there."""
+        """Only every n-th checkpoint goes to the bucket."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -83,7 +83,9 @@ class ReplicatedCheckpointManager(CheckpointManager):
         if not self.enable:
             return
         if self.async_mode != AsyncMode.DISABLED:
-            self.async_mode = AsyncMode.ASYNC  # torchtitan's stager of the other mode would copy the state once more
+            self.async_mode = (
+                AsyncMode.ASYNC
+            )  # otherwise torchtitan's stager of async_with_pinned_mem would copy the state, too
         retention = Retention(keep_last=config.keep_latest_k) if config.keep_latest_k > 0 else None
         self._root = Path(config.root or self.folder)
         options: dict[str, Any] = {"copies": config.copies, "ack": config.ack, "retention": retention}
@@ -99,7 +101,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | None:
-        """Saves as torchtitan's; asynchronously after one copy of the state, into memory that is used again.
+        """Saves as torchtitan's. An asynchronous save copies the state once, into memory that later saves reuse.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
@@ -118,7 +120,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads as torchtitan's; other checkpoints than this run's (`initial_load_path`) are left to torchtitan.
+        """Loads a checkpoint of this run. torchtitan itself loads others (`initial_load_path`, Hugging Face's format).
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -138,30 +140,30 @@ class ReplicatedCheckpointManager(CheckpointManager):
             logger.info("Another number of ranks saved this checkpoint: random generators stay as they are.")
 
     def _load(self, step: int = -1) -> bool:
-        """Restores `step`, or the newest step; without one, torchtitan's own starting point.
+        """Restores `step`, or the newest step. Without a checkpoint, torchtitan loads its own starting point.
 
         Raises:
             CheckpointNotFound: there is no such step.
         """
         found = self._find_load_step() if step == -1 else step
         if found == -1:
-            self._has_none = True  # torchtitan asks again on nodes that have its folder, and other nodes may not
+            self._has_none = True  # torchtitan searches again, but only on nodes that have its folder
             try:
                 return bool(super()._load(-1))
             finally:
                 self._has_none = False
         checkpoint_id = self._create_checkpoint_id(found)
-        # A missing step must raise on all ranks: torchtitan tests its own folder, which differs by node.
+        # A missing step must raise on all ranks. torchtitan would look into its own folder, which differs by node.
         if self._checkpoints.find(self._name(checkpoint_id)) is None:
             raise CheckpointNotFound(
                 f"There is no checkpoint of step {found} in {self._root}.",
-                "--checkpoint.load_step=-1 takes the newest one.",
+                "--checkpoint.load_step=-1 loads the newest one.",
             )
         self.dcp_load(self._states_to_load(model_only=found == 0), checkpoint_id, from_hf=False, from_quantized=False)
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The step of this run's newest whole checkpoint, the same on all ranks; -1: there is none."""
+        """The step of this run's newest complete checkpoint, the same on all ranks; -1: there is none."""
         if folder and folder != self.folder:
             return int(super()._find_load_step(folder))
         if self._has_none:
@@ -170,7 +172,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         return -1 if newest is None else step_of(newest)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Does nothing: the agents remove checkpoints beyond `keep_latest_k`, on every node."""
+        """Does nothing: agents remove checkpoints beyond `keep_latest_k`, on every node."""
 
     def _close(self) -> None:
         super()._close()

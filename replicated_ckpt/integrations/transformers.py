@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a Trainer whose checkpoints survive the loss of a node; a mixin for its subclasses, trl's."""
+"""Hugging Face transformers: a Trainer whose checkpoints survive the loss of a node, and a mixin for trl's trainers."""
 
 import contextlib
 import json
@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
-check_versions("transformers")  # an older one may lack what is imported from it
+check_versions("transformers")  # before the import, which may fail with an older version
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -30,16 +30,22 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.rank_state import entries_of, rank_and_world, values_in, wanted_entries
 from replicated_ckpt.dcp.runtime.user_code import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base, get_wanted_weights
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import (
+    AdapterPlanner,
+    drop_base,
+    get_saved_state,
+    get_wanted_state,
+    get_wanted_weights,
+    set_loaded_state,
+)
 from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _FILES = re.compile(rf"{re.escape(TRAINER_STATE_NAME)}|{SCHEDULER_NAME}|{SCALER_NAME}|rng_state(_[0-9]+)?\.pth")
-"""The files of `_collect_files`. Trainer would read others, too: no other file of a checkpoint is put in their place."""
+"""Names of the files of `_collect_files`. A load restores no others, because Trainer would read some of them."""
 _BEST = "best_so_far"
-"""A metric of only those checkpoints that Trainer called the best when it saved them: retention keeps the newest."""
+"""A metric of only those checkpoints that were the best when Trainer saved them. Retention keeps the newest of these."""
 _COUNTERS = (
     "_total_loss_scalar",
     "_globalstep_last_logged",
@@ -47,15 +53,15 @@ _COUNTERS = (
     "_initial_num_input_tokens_seen",
     "_total_train_tokens",
 )
-"""Counters of Trainer and trl's trainers for their logs, which they do not save; each version has other ones.
+"""Counters for the logs of Trainer and trl's trainers, which these do not save. They differ by version.
 
-`_tr_loss` is a tensor. `_metrics` has lists of numbers since the last log, by mode ("train") and name.
+`_tr_loss`, a tensor, and `_metrics`, lists of numbers since the last log by mode ("train") and name, are not among them.
 """
 
 
 @contextlib.contextmanager
 def _as_if_without_optimizer(model: Any = None, args: Any = None, *others: Any, **more: Any) -> Iterator[None]:
-    """Trainer refuses a model that transformers has sharded unless `save_only_model`: it cannot save its optimizer."""
+    """Sets `save_only_model` for a block: without it, Trainer refuses a model that transformers has sharded."""
     del others, more
     is_refused = getattr(model, "is_distributed_loading_by_transformers", False) and not args.save_only_model
     if is_refused:
@@ -68,12 +74,12 @@ def _as_if_without_optimizer(model: Any = None, args: Any = None, *others: Any, 
 
 
 class ReplicatedTrainerMixin:
-    """Goes in front of Trainer or a subclass of it: `class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer)`.
+    """A base class before Trainer or its subclass: `class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer)`.
 
     `save_strategy`, `save_steps`, `save_total_limit`, `load_best_model_at_end`, `save_only_model` and
     `train(resume_from_checkpoint=...)` keep their meaning, except that checkpoints lie in a store on each node.
-    `resume_from_checkpoint=True` loads the newest complete checkpoint, the same on every rank. Without one, training
-    begins anew. If the last part of a path is `checkpoint-<step>`, it means the checkpoint of that step.
+    `resume_from_checkpoint=True` loads the newest complete checkpoint, the same on every rank. Without a checkpoint,
+    training begins anew. A path that ends with `checkpoint-<step>` means the checkpoint of that step.
 
     Model and optimizer are saved sharded, under the model's own names. TrainerState, callbacks, schedule, scaler and
     generators are saved for each rank. If as many ranks load as saved, each gets its own state. Another number of ranks
@@ -82,9 +88,8 @@ class ReplicatedTrainerMixin:
     Args:
         replicated_root: this node's store, a directory on a node-local disk. None: `replicated` in `args.output_dir`.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
-        trust_pickles: a scheduler's state may name any class.
-        adapter_only: for a model with PEFT's adapters, a save contains everything but the frozen base. False: the base,
-            too.
+        trust_pickles: allow any class in a scheduler's state.
+        adapter_only: for a model with PEFT's adapters, a save leaves out the frozen base. False: it includes the base.
     """
 
     args: Any
@@ -132,7 +137,7 @@ class ReplicatedTrainerMixin:
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Replaces Trainer's: returns when the checkpoint is committed.
+        """Replaces Trainer's. Returns after the commit.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
@@ -151,7 +156,7 @@ class ReplicatedTrainerMixin:
         )
 
     def _name_best(self) -> None:
-        """Sets the path of the best checkpoint, once it is saved or about to be."""
+        """Sets Trainer's path of the best checkpoint, if that is saved or is this one."""
         if self.state.best_global_step:
             path = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             is_this = self.state.best_global_step == self.state.global_step
@@ -159,7 +164,7 @@ class ReplicatedTrainerMixin:
                 self.state.best_model_checkpoint = str(path)
 
     def _collect_files(self) -> dict[str, bytes]:
-        """The files that Trainer writes besides the model, under their names."""
+        """The content of the files that Trainer writes besides the model, by name."""
         self._export_callbacks()
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
@@ -173,7 +178,7 @@ class ReplicatedTrainerMixin:
             return collect_files(directory)
 
     def _export_callbacks(self) -> None:
-        """As Trainer does before it saves its state. Source: transformers 5.23, `Trainer._save_checkpoint`."""
+        """Puts the callbacks' states into the TrainerState, as `Trainer._save_checkpoint` of transformers 5.23 does."""
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, exported = type(callback).__name__, callback.state()
@@ -183,7 +188,7 @@ class ReplicatedTrainerMixin:
                     self.state.stateful_callbacks[name] = exported
 
     def _collect_counters(self) -> dict[str, Any]:
-        # Across restarts: Trainer's own time begins anew with each process.
+        # Trainer's own time begins anew with each process.
         elapsed_s = time.time() - self._started_at + self._elapsed_s
         return {
             "elapsed_s": elapsed_s,
@@ -193,7 +198,7 @@ class ReplicatedTrainerMixin:
         }
 
     def _running_metrics(self) -> dict[str, Any]:
-        """trl's, by mode: the values that its trainers average in their next log."""
+        """The values that trl's trainers average in their next log, by mode."""
         metrics = getattr(self, "_metrics", None)
         if isinstance(metrics, dict) and all(isinstance(each, defaultdict) for each in metrics.values()):
             return metrics
@@ -208,7 +213,7 @@ class ReplicatedTrainerMixin:
         """As Trainer's.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: as of ReplicatedReader; on every rank alike.
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader, on every rank.
         """
         self._started_at, self._elapsed_s, self._counters, self._restored_from = time.time(), 0.0, None, None
         try:
@@ -217,7 +222,7 @@ class ReplicatedTrainerMixin:
             found = self._checkpoints.find(
                 self._checkpoints.newest if resume_from_checkpoint is True else Path(resume_from_checkpoint).name
             )
-            # A directory of Trainer's own, as before the switch to this class: Trainer reads it itself.
+            # Trainer itself reads its own directories, from before the switch to this class.
             if found is None:
                 given = None if resume_from_checkpoint is True else resume_from_checkpoint
                 return super().train(given, *args, **kwargs)  # type: ignore[misc]
@@ -228,19 +233,19 @@ class ReplicatedTrainerMixin:
             self._close()
 
     def _restore_files(self, name: str, directory: Path) -> None:
-        """Puts the files where Trainer reads them. Model and optimizer are loaded once they are sharded."""
+        """Writes the files into the directory that Trainer reads. Model and optimizer follow when they are sharded."""
         state = wanted_entries()
         self._checkpoints.load(name, state)
         own, first = values_in(state, trust_pickles=self._trust_pickles)
-        # Only files that this class wrote: Trainer reads others, weights too, from a directory.
+        # Only files that this class wrote: Trainer also reads others from a directory, such as weights.
         files = {file: raw for file, raw in (own or first)["files"].items() if _FILES.fullmatch(file)}
         saved = json.loads(files[TRAINER_STATE_NAME])
-        self._best_path = saved.pop("best_model_checkpoint", None)  # Trainer would look for a directory, and warn
+        self._best_path = saved.pop("best_model_checkpoint", None)  # Trainer would look for this directory, and warn
         files[TRAINER_STATE_NAME] = json.dumps(saved).encode()
         if own is not None:
             self._counters = own["counters"]
         else:
-            # Another rank's generators would repeat its random numbers.
+            # With rank 0's generators, all ranks would draw the same random numbers.
             files = {file: content for file, content in files.items() if not file.startswith("rng_state")}
             if rank_and_world()[0] == 0:
                 warn(
@@ -254,7 +259,7 @@ class ReplicatedTrainerMixin:
         return self._restored_from is not None and directory == self._restored_from[1]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        """Does nothing yet if it is ours: `_load_optimizer_and_scheduler` comes later, with the model wrapped."""
+        """Does nothing for a checkpoint of this class: `_load_optimizer_and_scheduler` loads it into the wrapped model."""
         if not self._is_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -264,7 +269,7 @@ class ReplicatedTrainerMixin:
             return
         schedule = Path(checkpoint) / SCHEDULER_NAME
         state: dict[str, Any] = {_MODEL: get_wanted_weights(self.model_wrapped)}
-        if is_there(schedule):  # not with save_only_model
+        if is_there(schedule):  # without save_only_model
             state[_OPTIMIZER] = get_wanted_state(self.model_wrapped, self._plain_optimizer())
         self._checkpoints.load(self._restored_from[0], state, self._planner())
         set_model_state_dict(self.model_wrapped, state[_MODEL])
@@ -275,14 +280,14 @@ class ReplicatedTrainerMixin:
     def _init_training_state(
         self, max_steps: Any, steps: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
     ) -> Any:
-        """As Trainer's, except that the best checkpoint is no directory that Trainer could see."""
+        """As Trainer's. Sets the best checkpoint's path, at which Trainer would find no directory."""
         done = super()._init_training_state(max_steps, steps, epochs, resume_from_checkpoint, trial)  # type: ignore[misc]
         if self._is_ours(resume_from_checkpoint):
             self.state.best_model_checkpoint = self._best_path
         return done
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        """As Trainer's, just before the first step; then restores Trainer's counters for its logs."""
+        """As Trainer's, which calls it just before the first step. Also restores the counters for Trainer's logs."""
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         counters, self._counters = self._counters, None
         if counters is not None:
@@ -291,14 +296,14 @@ class ReplicatedTrainerMixin:
             for name in counters.keys() & _COUNTERS:
                 setattr(self, name, counters[name])
             for mode, lists in self._running_metrics().items():
-                lists.update(counters.get("metrics", {}).get(mode, {}))  # older versions did not save them
+                lists.update(counters.get("metrics", {}).get(mode, {}))  # a checkpoint of an older version has none
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        """As Trainer's, over the whole run: its time is that of all parts of the run together."""
+        """As Trainer's, with the time of all parts of the run together."""
         return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed_s)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """The model of the best checkpoint."""
+        """Loads the model of the best checkpoint."""
         name = Path(self.state.best_model_checkpoint).name
         state = {_MODEL: get_wanted_weights(self.model_wrapped)}
         self._checkpoints.load(name, state, self._planner())

@@ -1,4 +1,4 @@
-"""The reference: a bucket, a sink and a shard in memory. As simple as the contracts allow; not for production."""
+"""Reference implementations in memory: a bucket, a sink and a shard. Not for production."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class MemoryClient:
             piece = whole[offset : offset + step]
             source.read(offset, piece)  # verifies the blocks: a damaged file must not become an object
             paced(len(piece))
-        # Only now: an upload that is interrupted must not be seen as an object.
+        # At the end: an interrupted upload must not become an object.
         self.put(key, bytes(whole))
 
     def copy(self, source: str, key: str) -> None:
@@ -74,7 +74,7 @@ class MemoryClient:
         return 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
     def _all(self) -> Mapping[str, bytes]:
         with self._lock:
@@ -98,7 +98,7 @@ class MemorySink:
 
     def write(self, *pieces: memoryview) -> None:
         for piece in pieces:
-            # A copy: the tee reuses the memory as soon as `write` returns.
+            # A copy: the tee overwrites the memory after `write` has returned.
             self._written += piece
 
     def finish(self, table: BlockTable) -> None:
@@ -112,7 +112,7 @@ class MemorySink:
 
 
 class MemoryShard(VerifiedShard):
-    """A shard file's bytes, read by verified ranges."""
+    """A shard in memory, read by verified ranges."""
 
     def __init__(self, raw: bytes, name: str, expected: Expected) -> None:
         self._raw = raw
@@ -125,4 +125,4 @@ class MemoryShard(VerifiedShard):
         target[:] = data
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""

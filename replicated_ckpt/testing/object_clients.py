@@ -1,4 +1,4 @@
-"""The contract of an ObjectClient, the object tier's interface to a bucket: inherit, and override the fixtures."""
+"""The contract of an ObjectClient, the object tier's interface to a bucket."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +20,7 @@ NODE = "0" * 31 + "1"
 
 
 def save_to_bucket(bucket: Bucket, folder: Path, *, sequence: int) -> Manifest:
-    """Uploads and commits step-1. With a sequence above 1 it may replace a save, so it has a prefix of its own."""
+    """Uploads and commits step-1. A save with a sequence above 1 may replace another one, so it gets its own prefix."""
     raw, _ = add_footer(make_data(seed=sequence))
     expected = expect(raw)
     manifest = Manifest(
@@ -49,10 +49,10 @@ THREADS = 8
 
 
 class RawObjects(Protocol):
-    """The bucket under the client's prefix, without the client, so that tests check `put` and `read` independently."""
+    """The objects under the client's prefix, accessed without it, so that tests check `put` and `read` independently."""
 
     def __getitem__(self, key: str) -> bytes:
-        """Raises KeyError where there is no such object."""
+        """The object's bytes. Raises KeyError: there is no such object."""
 
     def __setitem__(self, key: str, data: bytes) -> None: ...
 
@@ -60,11 +60,11 @@ class RawObjects(Protocol):
 class ObjectClientContract:
     """Inherit, and override the fixtures `client`, for an empty bucket, and `raw`, the same bucket without the client.
 
-    `has_conditions`: `put_over` writes only over the version that was seen. Without conditions it always writes: of two
-    agents that commit at once the later one wins, and both find out by the mark that they read back.
-    `is_paced`: `put_shard` calls `paced` before it sends. Without it a node's limit of its upload rate has no effect.
-    `has_copies`: `copy` works. Without it shards that have not changed are uploaded again.
-    `listed_objects`: the number of objects, and of directories, in one listing; most stores answer in pages of 1,000.
+    `has_conditions`: `put_over` writes only over the version that the caller has seen. False: it always writes. If two
+    agents then commit at once, the later one wins, and both detect that by the mark that they read back.
+    `is_paced`: `put_shard` calls `paced` before it sends. False: the upload rate has no limit.
+    `has_copies`: `copy` works. False: unchanged shards are uploaded again.
+    `listed_objects`: number of objects, and of directories, in one listing. Most stores answer in pages of 1,000.
     """
 
     has_conditions = True
@@ -83,13 +83,13 @@ class ObjectClientContract:
         raise NotImplementedError
 
     def test_what_is_put_lies_there(self, client: ObjectClient, raw: RawObjects) -> None:
-        """All bytes, also of an empty object. A shorter object leaves no byte of a longer one before it."""
+        """All bytes are stored, also of an empty object. A shorter object replaces a longer one completely."""
         for data in (b"0123456789", b"abc", b""):
             client.put("a/b/one", data)
             assert raw["a/b/one"] == data
 
     def test_what_lies_there_is_read(self, client: ObjectClient, raw: RawObjects) -> None:
-        """By any range. No byte outside the passed memory changes."""
+        """Any range can be read. No byte outside the passed memory changes."""
         raw["a/one"] = b"0123456789"
         for offset, length in ((0, 10), (3, 4), (9, 1), (4, 0)):
             memory = bytearray(b"_" * (length + 2))
@@ -107,7 +107,7 @@ class ObjectClientContract:
             client.read("a/one", offset, memoryview(bytearray(length)))
 
     def test_what_is_not_there_is_missing(self, client: ObjectClient) -> None:
-        """A load goes on to another source at once only after ObjectMissing. The error names the bucket and the key."""
+        """The error is ObjectMissing, with bucket and key. A load then tries another source at once."""
         with pytest.raises(ObjectMissing, match="a/none"):
             client.read("a/none", 0, memoryview(bytearray(1)))
         with pytest.raises(ObjectMissing) as raised:
@@ -115,7 +115,7 @@ class ObjectClientContract:
         assert raised.value.store == client.target.url
 
     def test_a_copy_has_the_same_bytes_and_stays_as_it_is(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Also over another object, and after its source was replaced or deleted."""
+        """A copy may replace another object. It stays when its source is replaced or deleted."""
         if not self.has_copies:
             return
         raw["a b/__0_0.distcp"], raw["c/ü.distcp"] = b"0123456789", b"old"
@@ -131,7 +131,7 @@ class ObjectClientContract:
             client.copy("a b/__0_0.distcp", "c/none")
 
     def test_a_listing_is_of_one_level(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Sizes of objects and names of directories of this level, without names that only have the same beginning."""
+        """It has the objects' sizes and the directories' names at this level, and no name that only has the same prefix."""
         for key, data in {"a/two": b"xyz", "a/b/one": b"0", "a/b/c/d": b"", "ab": b"1", "a-b/x": b""}.items():
             raw[key] = data
         listing = client.list_keys("a/")
@@ -140,12 +140,12 @@ class ObjectClientContract:
         assert (dict(top.sizes), set(top.directories)) == ({"ab": 1}, {"a", "a-b"})
 
     def test_a_directory_without_objects_is_empty(self, client: ObjectClient) -> None:
-        """No error: a save finds out in this way whether a name is free."""
+        """It is no error: a save looks in this way whether a name is free."""
         listing = client.list_keys("nothing/")
         assert (dict(listing.sizes), set(listing.directories)) == ({}, set())
 
     def test_a_long_listing_is_whole(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Also if the store answers in pages of objects and directories."""
+        """It is complete even if the store answers in pages."""
         names = {f"__{number}_0.distcp" for number in range(self.listed_objects)}
         directories = {f"__{number}_0" for number in range(self.listed_objects)}
         for name in (*names, *(f"{directory}/x" for directory in directories)):
@@ -155,7 +155,7 @@ class ObjectClientContract:
 
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_names_are_names_like_others(self, client: ObjectClient, raw: RawObjects, key: str) -> None:
-        """An object with such a name is stored, listed, read and deleted under exactly this name."""
+        """An object with spaces or special characters is stored, listed, read and deleted under exactly its name."""
         directory, _, name = key.partition("/")
         client.put(key, b"data")
         assert raw[key] == b"data"
@@ -169,7 +169,7 @@ class ObjectClientContract:
             raw[key]
 
     def test_what_is_deleted_is_gone_and_nothing_else(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Several keys at once. A missing one is not an error, and does not stop the others."""
+        """Several keys are deleted at once. A missing key is no error, and the others are deleted."""
         for key in ("a/one", "a/one-more", "a/two"):
             raw[key] = b"x"
         client.delete(["a/one", "a/none", "a/two"])
@@ -177,7 +177,7 @@ class ObjectClientContract:
         client.delete([])
 
     def test_a_mark_is_put_only_over_what_was_seen(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Of two agents that have seen the same version only one can write; without conditions both do."""
+        """Of two agents that have seen the same version, only one can write. Without conditions both can."""
         assert client.has_conditions or not self.has_conditions
         assert client.version("a") == ""
         assert client.put_over("a", b"one", "")
@@ -192,7 +192,7 @@ class ObjectClientContract:
     def test_a_shard_arrives_whole(
         self, client: ObjectClient, raw: RawObjects, tmp_path: Path, size_bytes: int
     ) -> None:
-        """In one part or several, over an older object. `paced` was called for every byte."""
+        """A shard of one or several parts replaces an older object. `paced` is called for every byte."""
         raw[KEY] = b"of an earlier save"
         whole, _ = add_footer(make_data(size_bytes))
         asked: list[int] = []
@@ -205,36 +205,36 @@ class ObjectClientContract:
     def test_a_flipped_bit_on_the_disk_is_not_uploaded(
         self, client: ObjectClient, tmp_path: Path, position: int
     ) -> None:
-        """In data or footer, it is detected before it is sent, and no object appears."""
+        """Damage in data or footer is detected before the upload is complete, and no object appears."""
         whole, _ = add_footer(make_data())
         with pytest.raises(ObjectCorrupt), open_source(tmp_path, flip_bit(whole, position), expect(whole)) as source:
             client.put_shard(KEY, source, allow)
         assert dict(client.list_keys("step-1/").sizes) == {}
 
     def test_an_upload_that_is_broken_off_is_no_object(self, client: ObjectClient, tmp_path: Path) -> None:
-        """`paced` raises when the agent ends. Then no object has the shard's key."""
+        """`paced` raises when the agent stops. Then no object has the shard's key."""
 
         def stop(size_bytes: int) -> None:
             raise StoreUnavailable("the pace", "wait", KEY, f"{size_bytes} bytes: the agent ends")
 
         if not self.is_paced:
-            pytest.skip("it does not ask for a pace")
+            pytest.skip("put_shard does not call paced")
         whole, _ = add_footer(make_data(PART_BYTES * 2))
         with open_source(tmp_path, whole) as source:
             with pytest.raises(StoreUnavailable, match="the agent ends"):
                 client.put_shard(KEY, source, stop)
             assert dict(client.list_keys("step-1/").sizes) == {}
-            client.put_shard(KEY, source, allow)  # parts of the first try must not disturb a later one
+            client.put_shard(KEY, source, allow)  # despite parts of the first attempt
         assert client.size_bytes(KEY) == len(whole)
 
     def test_ending_what_is_unfinished_leaves_what_is_finished(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Only uploads that never became objects are aborted."""
+        """`end_unfinished` aborts only uploads that never became objects."""
         raw[KEY] = b"data"
         assert client.end_unfinished("step-1/", 0) == 0
         assert raw[KEY] == b"data"
 
     def test_threads_share_a_client(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Each thread gets its own result, however many call at once."""
+        """Each of many concurrent callers gets its own result."""
 
         def put_and_read(number: int) -> None:
             data = make_data(20_000, seed=number)
@@ -249,7 +249,7 @@ class ObjectClientContract:
         assert raw["a/0"] == make_data(20_000, seed=0)
 
     def test_a_checkpoint_is_committed_found_and_removed(self, client: ObjectClient, tmp_path: Path) -> None:
-        """As agents use a bucket: shards, manifest, mark. A removal deletes the mark first."""
+        """An agent commits shards, manifest and mark. A removal deletes the mark first."""
         bucket = Bucket(client)
         assert bucket.is_empty("step-1")
         manifest = save_to_bucket(bucket, tmp_path, sequence=1)
@@ -266,5 +266,5 @@ class ObjectClientContract:
 
 
 def allow(size_bytes: int) -> None:
-    """A pace without a limit."""
+    """A `paced` without a limit."""
     del size_bytes

@@ -84,7 +84,6 @@ def run(document: str, folder: Path, **yours: object) -> dict[str, object]:
     names: dict[str, object] = yours
     for code in runnable_code(document):
         placed = re.sub('"/(nvme|tmp)/', f'"{folder}/', code).replace("s3://bucket", f"file://{folder}/bucket")
-        placed = placed.replace("file:///lustre", f"file://{folder}/lustre")
         exec(placed, names)
     return names
 
@@ -183,7 +182,7 @@ def test_a_stock_checkpoint_loads_and_is_converted_as_the_page_on_migrating_says
     with pytest.warns(replicated_ckpt.ReplicatedCkptWarning, match="step-10 has no manifest: stock torch wrote it"):
         run("docs/migrating.md", tmp_path, dcp=dcp, ReplicatedReader=ReplicatedReader, state=state)
     assert state["a"].tolist() == [1, 1, 1]
-    assert {"model.pth", "weights.pth"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "weights.pth").exists()
 
 
 def test_the_state_of_a_rank_is_saved_as_its_page_says(tmp_path: Path) -> None:
@@ -202,19 +201,12 @@ def assert_loaded(names: dict[str, object], checkpoint_id: str) -> None:
 
 
 def test_the_object_stores_examples_run(tmp_path: Path) -> None:
-    """After `wait` the bucket has the checkpoint, which loads from there; a shared file system gets each tenth one."""
-    (tmp_path / "lustre").mkdir()
+    """After `wait` the bucket has the checkpoint, and stock torch loads it from there."""
     assert 'writer.wait(ack="object")' in runnable_code("docs/object-store.md")[0]
-    names = run("docs/object-store.md", tmp_path)
+    run("docs/object-store.md", tmp_path)
     state = {"model": torch.arange(4)}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "bucket" / "run-42" / "step-1000"))
     assert state["model"].tolist() == [4, 3, 2, 1]
-    writer = names["writer"]
-    assert isinstance(writer, ReplicatedWriter)
-    for number in range(1, 11):
-        dcp.save({"a": torch.ones(3)}, checkpoint_id=f"step-{number}", storage_writer=writer)
-    writer.wait()
-    assert [path.parent.name for path in tmp_path.glob("lustre/project/run-42/*/.metadata")] == ["step-10"]
 
 
 @pytest.mark.timeout(400)

@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_an_argument_to_correct(tmp_path: Path) 
     """It is no defect, and the option is named."""
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ConfigInvalid, match=r"--workdir .*/file/x cannot be made: Not a directory\."),
+        pytest.raises(ConfigInvalid, match=r"--workdir .*/file/x cannot be created: Not a directory\."),
         drill_directory(tmp_path / "file" / "x", keep=False),
     ):
         pass

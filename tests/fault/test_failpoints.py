@@ -48,10 +48,8 @@ def test_what_cannot_be_armed_is_refused(text: str) -> None:
         failpoints.arm_from_environment(text)
 
 
-def test_every_failpoint_is_in_the_code_once_and_in_the_design() -> None:
-    """The registry names what exists: each point is reached somewhere in the package, and documented."""
+def test_every_failpoint_is_in_the_code() -> None:
+    """The package reaches each failpoint of the registry."""
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    design = (HOME / "docs" / "failpoints.md").read_text()
     for name in failpoints.POINTS:
         assert f'reach("{name}")' in source, name
-        assert f"`{name}`" in design, name

@@ -103,7 +103,7 @@ def test_workers_that_outlive_an_epoch_change_no_order(tmp_path: Path, at: int) 
     assert again == undisturbed[at:]
 
 
-@pytest.mark.parametrize("what", ["data loaders", "schedulers", "register_for_checkpointing"])
+@pytest.mark.parametrize("what", ["data loaders", "schedulers", "registered objects"])
 def test_another_number_of_parts_is_named(tmp_path: Path, what: str) -> None:
     """It was an error of zip, or of a file in a directory that is gone, and said neither of what nor how many."""
     require("accelerate")
@@ -115,9 +115,9 @@ def test_another_number_of_parts_is_named(tmp_path: Path, what: str) -> None:
     schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))
     if what == "schedulers":
         accelerator.prepare(schedule)
-    if what == "register_for_checkpointing":
+    if what == "registered objects":
         accelerator.register_for_checkpointing(schedule)
-    with pytest.raises(ConfigInvalid, match=f"{what}.* in this program, but .* in the program that saved"):
+    with pytest.raises(ConfigInvalid, match=f"This program has .* {what}, but the program that saved"):
         accelerator.load_state()
 
 

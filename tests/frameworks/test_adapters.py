@@ -258,7 +258,7 @@ def test_what_is_trained_or_of_an_adapter_is_no_base() -> None:
     require("peft")
     from peft import LoraConfig, get_peft_model
 
-    from replicated_ckpt.integrations.adapters import find_base
+    from replicated_ckpt.integrations.model_state import find_base
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_a_base_of_transformers_own_adapters_is_found() -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from replicated_ckpt.integrations.adapters import drop_base
+    from replicated_ckpt.integrations.model_state import drop_base
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=4, n_embd=4, n_layer=1, n_head=1))
     # What add_adapter calls: that of transformers 5.24 needs a newer PEFT than there is.
@@ -340,13 +340,13 @@ def test_a_model_without_values_needs_its_base() -> None:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from replicated_ckpt.errors import ConfigInvalid
-    from replicated_ckpt.integrations.adapters import AdapterPlanner, drop_base
+    from replicated_ckpt.integrations.model_state import AdapterPlanner, drop_base
 
     with torch.device("meta"):
         model = adapted()
     state = get_model_state_dict(model)
     planner = AdapterPlanner({"model": model})
     saved = {f"model.{name}": value for name, value in drop_base(model, state).items()}
-    with pytest.raises(ConfigInvalid, match="adapter only") as refused:
+    with pytest.raises(ConfigInvalid, match="only the adapter") as refused:
         planner.set_up_planner({"model": state}, Metadata(saved))
     assert "from_pretrained" in refused.value.hint

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.versions import check_versions
+from replicated_ckpt.integrations import check_versions
 
 
 def install(directory: Path, package: str, version: str) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replicated_ckpt import CheckpointManager
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import get_saved_state, get_wanted_state, set_loaded_state
 from tests.harness.cluster import Digests
 from tests.steps.context import Context
 from tests.steps.states import digests

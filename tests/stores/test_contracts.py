@@ -32,7 +32,7 @@ from replicated_ckpt.testing import (
     ShardContract,
     SinkContract,
 )
-from replicated_ckpt.testing.sinks import ReadBack
+from replicated_ckpt.testing.shards import ReadBack
 from tests.agent.agents import RunningAgent, running_agent
 from tests.agent.checkpoints import checkpointed
 from tests.buckets.memory_bucket import Object

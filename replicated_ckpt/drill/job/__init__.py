@@ -1,1 +1,1 @@
-"""The job that a drill breaks: what its ranks run. Only this part of the drill imports torch."""
+"""The training job of a drill, as its ranks run it. Only this part of the drill imports torch."""

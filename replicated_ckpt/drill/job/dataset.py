@@ -1,4 +1,4 @@
-"""Finds FashionMNIST: `python -m replicated_ckpt.drill.job.dataset --out DIR` writes it where all ranks can map it."""
+"""Finds FashionMNIST: `python -m replicated_ckpt.drill.job.dataset --out DIR` writes it into a file that ranks map."""
 
 import argparse
 import gzip
@@ -18,16 +18,17 @@ from replicated_ckpt.drill.plan import DatasetUnusable
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-DOWNLOAD_LIMIT_S = 10.0  # without an answer from a mirror
+DOWNLOAD_LIMIT_S = 10.0  # without a byte from a mirror
 MADE_UP_IMAGES = 2048
 
 
 def fashion_mnist(data: Path | None, *, debian_dir: Path = DEBIAN_DIR) -> Images:
     """FashionMNIST from `data` if given, else from Debian's package, else downloaded by torchvision, else random images.
 
-    Reading needs no torchvision. `source` of the result describes it in one line.
+    Reading needs no torchvision.
 
-    Raises: DatasetUnusable when `data` is given and there is no FashionMNIST in it, or a file of it is damaged.
+    Raises:
+        DatasetUnusable: there is no FashionMNIST in `data`, or a file is damaged.
     """
     folder = _folder_of_files(data or debian_dir)
     if folder is not None:
@@ -36,14 +37,14 @@ def fashion_mnist(data: Path | None, *, debian_dir: Path = DEBIAN_DIR) -> Images
         raise DatasetUnusable(f"There is no FashionMNIST in {data}.")
     try:
         folder = _download()
-    except (ImportError, OSError, RuntimeError) as exc:  # a torchvision for another torch, no network, mirrors failed
+    except (ImportError, OSError, RuntimeError) as exc:  # torchvision for another torch, or a failed download
         print(f"FashionMNIST cannot be downloaded: {exc}", file=sys.stderr)
         return _random_images("no FashionMNIST on disk, none to download")
     return _read_images(folder, "FashionMNIST, downloaded")
 
 
 def _folder_of_files(given: Path) -> Path | None:
-    """Where below `given` the training files lie, plain or gzipped; None if they do not."""
+    """The folder below `given` with the training files, plain or gzipped; None if there is none."""
     for folder in (given / "FashionMNIST" / "raw", given / "raw", given):
         if all((folder / name).exists() or (folder / f"{name}.gz").exists() for name in (IMAGES_FILE, LABELS_FILE)):
             return folder
@@ -66,20 +67,20 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     except (OSError, EOFError, zlib.error) as exc:
         raise DatasetUnusable(f"{path} cannot be read: {exc}") from exc
     header = 4 + 4 * (1 + len(shape))
-    # A file that is cut short, or another program's, must give an error with its path.
+    # A truncated or foreign file must give an error with its path.
     if len(body) >= header:
         magic, count, *sides = struct.unpack(f">{header // 4}I", body[:header])
         if magic == 0x800 + 1 + len(shape) and tuple(sides) == shape and len(body) - header == count * math.prod(shape):
             return torch.frombuffer(bytearray(body[header:]), dtype=torch.uint8).reshape(count, *shape)
-    raise DatasetUnusable(f"{path} is not a file of FashionMNIST, or not a whole one.")
+    raise DatasetUnusable(f"{path} is not a complete file of FashionMNIST.")
 
 
 def _download() -> Path:
-    """Lets torchvision download into this user's cache."""
+    """Downloads by torchvision into this user's cache, and returns the folder."""
     from torchvision import datasets
 
     before = socket.getdefaulttimeout()
-    # torchvision passes no time-out: a mirror that hangs would hang the drill.
+    # torchvision sets no time-out: a hung mirror would hang the drill.
     socket.setdefaulttimeout(DOWNLOAD_LIMIT_S)
     try:
         datasets.FashionMNIST(_cache(), download=True)
@@ -101,10 +102,10 @@ def _random_images(why: str) -> Images:
 
 
 def main() -> int:
-    """Write `images.pt` for the ranks, and `about.json` with the source and the number of GPUs, into --out."""
+    """Writes `images.pt` for the ranks, and `about.json` with the source and the number of GPUs, into --out."""
     parser = argparse.ArgumentParser(prog="python -m replicated_ckpt.drill.job.dataset", description=__doc__)
     parser.add_argument("--data", type=Path, help="folder with FashionMNIST")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result; it is made")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the result; created if missing")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:

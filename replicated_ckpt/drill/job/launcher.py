@@ -1,8 +1,7 @@
-"""torchrun, with what the ranks need imported once per node: `python -m replicated_ckpt.drill.job.launcher TORCHRUN_ARGS`.
+"""torchrun that imports the ranks' modules once per node: `python -m replicated_ckpt.drill.job.launcher TORCHRUN_ARGS`.
 
-With `--start-method fork --run-path` the ranks then start in milliseconds. Importing torch anew in each of them costs
-some four CPU seconds a rank, which is most of what a drill would do on a small machine. Nothing here starts a thread
-or touches a GPU before the fork.
+With `--start-method fork --run-path` the ranks then start in milliseconds. Otherwise each rank imports torch itself, which
+takes some four CPU seconds. Nothing here starts a thread or touches a GPU before the fork.
 """
 
 import faulthandler
@@ -20,8 +19,8 @@ IMPORTED_ONCE = (
 
 
 def main() -> None:
-    """Run one node's torchrun to its end."""
-    # The drill asks for stacks with SIGUSR1, whose default would end torchrun.
+    """Runs one node's torchrun to its end."""
+    # The drill sends SIGUSR1 for stacks. By default that signal ends a process.
     faulthandler.register(signal.SIGUSR1)
     for name in IMPORTED_ONCE:
         importlib.import_module(name)

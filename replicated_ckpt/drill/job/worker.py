@@ -1,4 +1,4 @@
-"""One rank of a drill's job, `worker.py JOB_JSON` under torchrun: trains, saves and loads as a user would, reports."""
+"""One rank of a drill's job, `worker.py JOB_JSON` under torchrun: trains, saves, loads and reports."""
 
 import ctypes
 import faulthandler
@@ -35,16 +35,16 @@ from replicated_ckpt.drill.job.workload import Images, build, train_step
 from replicated_ckpt.drill.plan import UPLOAD_LIMIT_S, checkpoint_id
 from replicated_ckpt.errors import ReplicatedCkptError
 
-COLLECTIVE_LIMIT_S = 60  # survivors must notice a dead node within the drill's own limit
+COLLECTIVE_LIMIT_S = 60  # below the drill's time-out for surviving ranks
 
 
 class Trainer:
-    """Model, optimizer and position of one rank. `state` is what a checkpoint holds."""
+    """Model, optimizer and step of one rank."""
 
     def __init__(self, spec: JobSpec, store: Path) -> None:
         self.spec = spec
         self.device = torch.device(f"cuda:{os.environ['RANK']}" if spec.device == "cuda" else "cpu")
-        # Fresh weights differ from any saved ones, so that a load which does nothing cannot look like one that worked.
+        # Initial weights that differ from any saved ones: otherwise a load that does nothing would look like a success.
         self.model, self.optimizer = build(spec.width, seed=spec.seed + len(spec.loads), device=self.device)
         self.images = Images.load(Path(spec.data))
         bucket: dict[str, Any] = {"object_store": spec.object_store, "storage_options": spec.storage_options}
@@ -55,19 +55,19 @@ class Trainer:
         self.loss_by_step: dict[int, float] = {}
 
     def state(self) -> dict[str, Any]:
-        """The state dict to save, or to load into."""
+        """The state dict for a save or load."""
         model, optim = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optim": optim, "step": self.step}
 
     def advance(self) -> None:
-        """Train one step."""
+        """Trains one step."""
         images, labels = self.images.batch(self.step, global_batch=self.spec.global_batch, seed=self.spec.seed)
         loss = train_step(self.model, self.optimizer, images, labels)
         self.step += 1
         self.loss_by_step[self.step] = loss
 
     def save(self) -> SaveRecord:
-        """Save a checkpoint, with the digests of what went into it kept outside the stores."""
+        """Saves a checkpoint, and writes the digests of its tensors into the results."""
         name, state = checkpoint_id(self.step), self.state()
         self.record_digests(f"saved-{name}", state)
         started = time.perf_counter()
@@ -75,16 +75,16 @@ class Trainer:
         seconds = time.perf_counter() - started
         report = self.writer.last_save
         if report is None:
-            raise RuntimeError("dcp.save returned and the writer knows of no save")
+            raise RuntimeError("dcp.save returned, but the writer has no report of the save")
         return SaveRecord(name, self.step, seconds, report.shards, report.copies_made)
 
     def wait_for_save(self) -> WaitRecord:
-        """Wait until every checkpoint of this rank's writer is in the object store."""
+        """Waits until every checkpoint of this rank's writer is in the object store."""
         started = time.perf_counter()
         return WaitRecord(self.writer.wait(UPLOAD_LIMIT_S), time.perf_counter() - started)
 
     def load(self, requested: str) -> LoadRecord:
-        """Try to load and say how it went. After a success model and optimizer are those of the checkpoint."""
+        """Tries to load. After a success, model and optimizer are those of the checkpoint."""
         state = self.state()
         started = time.perf_counter()
         try:
@@ -97,7 +97,7 @@ class Trainer:
         self.step = state["step"]
         report = self.reader.last_load
         if report is None:
-            raise RuntimeError("dcp.load returned and the reader knows of no load")
+            raise RuntimeError("dcp.load returned, but the reader has no report of the load")
         self.record_digests(f"loaded-{report.checkpoint_id}", state)
         return LoadRecord(
             requested,
@@ -112,7 +112,7 @@ class Trainer:
         )
 
     def record_digests(self, moment: str, state: Mapping[str, Any]) -> None:
-        """Write the digest of every whole tensor. All ranks must call it; sharded tensors are gathered."""
+        """Writes the digest of every whole tensor. All ranks must call it, because it gathers sharded tensors."""
         digests: dict[str, str] = {}
         for fqn, tensor in _tensors("", state):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -123,7 +123,7 @@ class Trainer:
 
 
 def run(trainer: Trainer) -> None:
-    """Do what the spec says, up to the report and, if it says so, on and on until this process is ended."""
+    """Does the work of the spec and reports. With `trains_on` it then trains until the process is killed."""
     spec = trainer.spec
     saves: list[SaveRecord] = []
     loads = [trainer.load(requested) for requested in spec.loads]
@@ -135,7 +135,7 @@ def run(trainer: Trainer) -> None:
         trainer.record_digests("end", trainer.state())
     wait = trainer.wait_for_save() if saves and spec.object_store else None
     RankReport(dist.get_rank(), tuple(saves), tuple(loads), trainer.loss_by_step, wait).write_report(trainer.results)
-    # Nodes die in the middle of training, as they do in a cluster.
+    # The drill kills nodes during training.
     while spec.trains_on:
         trainer.advance()
 
@@ -149,7 +149,7 @@ def _failures(exc: BaseException) -> Iterator[LoadFailure]:
 
 
 def _tensors(prefix: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """Fully qualified name and value of every tensor below `value`, in an order that is the same on all ranks."""
+    """Fully qualified name and value of every tensor in `value`, in the same order on all ranks."""
     if isinstance(value, Mapping):
         for key in value:
             yield from _tensors(f"{prefix}.{key}" if prefix else str(key), value[key])
@@ -161,39 +161,39 @@ def _tensors(prefix: str, value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of dtype, shape and bytes: equal exactly if the tensors are equal bit for bit."""
+    """A digest of dtype, shape and bytes: two digests are equal if and only if the tensors are equal bit for bit."""
     plain = tensor.detach().cpu().contiguous()
     digest = hashlib.blake2b(f"{plain.dtype} {tuple(plain.shape)} ".encode(), digest_size=16)
-    digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))  # without numpy, which torch may lack
+    digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))  # without numpy, which may be missing
     return digest.hexdigest()
 
 
 def _watch(spec: JobSpec, rank: int) -> None:
-    """Dump all stacks on SIGUSR1; and dump and leave at the limit, so that no rank outlives a drill that was killed."""
-    stacks = (Path(spec.results) / f"stacks-rank-{rank}.txt").open("w")  # open for as long as we live
+    """Dumps all stacks on SIGUSR1. At the time limit dumps them and exits, so that no rank outlives a killed drill."""
+    stacks = (Path(spec.results) / f"stacks-rank-{rank}.txt").open("w")  # stays open: the handlers write to it
     faulthandler.register(signal.SIGUSR1, file=stacks)
     faulthandler.dump_traceback_later(spec.limit_s, exit=True, file=stacks)
 
 
 def main() -> None:
-    """Join the group, run the job, leave."""
-    # A forked rank inherits torchrun's handler, which never runs while torch waits in C: 30 s until torchrun's SIGKILL.
+    """Joins the process group, runs the job, and destroys the group."""
+    # A forked rank inherits torchrun's handler, which cannot run while torch waits in C: the rank would end 30 s later.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     spec = JobSpec.read_spec(Path(sys.argv[1]))
     _watch(spec, int(os.environ["RANK"]))
-    # The number of threads changes the order of sums, and with it the bits.
+    # The number of threads changes the order of sums, and so the bits.
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)  # bits are compared with those of another process
+    torch.use_deterministic_algorithms(mode=True)  # the drill compares bits of different processes
     if spec.device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
     try:
         run(Trainer(spec, Path(os.environ["DRILL_STORE"])))
-        # A rank that leaves first takes connections with it that others still use.
+        # If a rank exits first, it closes connections that other ranks still use.
         dist.barrier()
     except BaseException:
-        # Before the group is destroyed, which may hang: torchrun would then show no cause.
+        # Before destroy_process_group, which may hang: torchrun would then show no cause.
         (Path(spec.results) / f"error-rank-{dist.get_rank()}.txt").write_text(traceback.format_exc())
         raise
     finally:

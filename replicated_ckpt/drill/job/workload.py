@@ -1,4 +1,4 @@
-"""The small training job of drill and examples: network, FashionMNIST batches. torch only, no checkpointing."""
+"""The drill's network and its FashionMNIST batches. torch only, no checkpointing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,36 +34,36 @@ class ConvNet(nn.Module):
 
 
 def build(width: int, *, seed: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Network and AdamW, sharded with FSDP2 over all ranks; the same weights on any world for one seed."""
+    """Network and AdamW, sharded with FSDP2 over all ranks. A seed gives the same weights on any number of ranks."""
     torch.manual_seed(seed)
     model = ConvNet(width).to(device)
     fully_shard(model.hidden)
     fully_shard(model)
-    # fused: one operation on all parameters. DTensor's cost is per operation, and small ranks would do little else.
+    # fused: one operation for all parameters. Each operation on a DTensor costs time, which would dominate here.
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Training data: `pixels` [n, 28, 28] uint8, `labels` [n] int64, and where they come from."""
+    """Training data: `pixels` [n, 28, 28] uint8, `labels` [n] int64, and their source in one line."""
 
     pixels: Tensor
     labels: Tensor
     source: str
 
     def save(self, path: Path) -> None:
-        """Write them for `load`."""
+        """Writes a file for `load`."""
         torch.save({"pixels": self.pixels, "labels": self.labels, "source": self.source}, path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Map what `save` wrote into memory; only the pages that are used are read."""
+        """Maps a file of `save` into memory, so that only used pages are read."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
     def batch(self, step: int, *, global_batch: int, seed: int) -> tuple[Tensor, Tensor]:
         """This rank's share of a step's batch: float images and labels.
 
-        The whole batch depends on seed, step and size alone, so that runs on different worlds see the same data.
+        The whole batch depends only on seed, step and size, so any number of ranks trains on the same data.
         `global_batch` must be a multiple of the world size.
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -73,7 +73,7 @@ class Images:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> float:
-    """One optimizer step on this rank's share. Returns the loss averaged over all ranks, alike on each."""
+    """One optimizer step on this rank's share. Returns the loss averaged over all ranks, the same on each."""
     device = next(model.parameters()).device
     loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
     optimizer.zero_grad()

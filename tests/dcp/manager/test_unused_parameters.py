@@ -12,7 +12,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ReplicatedCkptWarning
-from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
+from replicated_ckpt.integrations.model_state import get_saved_state, get_wanted_state, set_loaded_state
 from tests.steps.states import digests
 from tests.steps.unused import Trained
 

@@ -272,8 +272,7 @@ def give_up(node: Node) -> None:
 
 
 def test_every_failpoint_has_its_kill() -> None:
-    """No step of the design goes without: each failpoint is killed at above, and stands in docs/failpoints.md."""
-    design = (Path(__file__).resolve().parents[3] / "docs" / "failpoints.md").read_text()
+    """A test kills a process at each failpoint."""
     elsewhere = {"retire.gone"}  # tests/agent/repair/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
     elsewhere |= {name for name in ORDER if name.startswith("slim.")}  # test_kill_while_slimmed.py
@@ -281,4 +280,3 @@ def test_every_failpoint_has_its_kill() -> None:
     elsewhere |= HANDED_OVER | LATER_SAVES  # tests/fault/killed/test_submitted_saves.py, test_kill_in_own_copies.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
-    assert [name for name in failpoints.POINTS if f"`{name}`" not in design] == []
