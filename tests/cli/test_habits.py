@@ -6,14 +6,18 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.main import VERBS, parser
+from replicated_ckpt.cli.main import VERBS, main, parser
+from replicated_ckpt.cli.removal.remover import Remover
 from tests.agent.agents import HOME
-from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.checkpoints import checkpointed, shard, with_optimizer
 from tests.agent.repair.test_reprotect import agents, stores
 from tests.cli.commands import command
 
@@ -99,13 +103,68 @@ def test_copies_of_a_repair_show_how_far_they_are_on_a_terminal(tmp_path: Path) 
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=24 << 20)
     (nodes[1].root / "step-1" / shard(0)).unlink()
-    repair = [sys.executable, "-m", "replicated_ckpt", "repair", "--root", str(nodes[0].root)]
     with agents(nodes, "--copy-mib-per-s", "8", "--round-every-s", "600"):
-        main_end, terminal = pty.openpty()
-        with os.fdopen(main_end, "rb", 0) as shown:
-            done = subprocess.run(repair, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=False, cwd=HOME)
-            os.close(terminal)
-            text = shown.read(1 << 16).decode()
-    assert done.returncode == ExitCode.OK, done.stdout
+        code, text = run_on_terminal("repair", "--root", str(nodes[0].root))
+    assert code == ExitCode.OK, text
     assert re.search(r"\r\x1b\[Kcopying: [\d.]+ MB of 25\.2 MB \(\d+%\) copied, [\d.]+ MB/s, \d s left", text), text
-    assert text.endswith("\r\x1b[K")
+
+
+def run_on_terminal(*words: str, failpoint: str = "") -> tuple[int, str]:
+    """The command's exit code, and what its standard error shows on a terminal."""
+    main_end, terminal = pty.openpty()
+    with os.fdopen(main_end, "rb", 0) as shown:
+        done = subprocess.run(
+            [sys.executable, "-m", "replicated_ckpt", *words],
+            env={**os.environ, failpoints.ENV: failpoint},
+            stdout=subprocess.PIPE,
+            stderr=terminal,
+            timeout=60,
+            check=False,
+            cwd=HOME,
+        )
+        os.close(terminal)
+        return done.returncode, shown.read(1 << 16).decode()
+
+
+def test_a_removal_shows_how_far_it_is_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the checkpoints that are done on each node."""
+    (node,) = stores(tmp_path, 1)
+    for number in (1, 2, 3):
+        checkpointed([node], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=1 << 20)
+    monkeypatch.setenv(failpoints.ENV, "retire.gone=sleep:1.5@2")
+    with agents([node]):
+        code, text = run_on_terminal("prune", "--keep-last", "1", "--root", str(node.root))
+    assert code == ExitCode.OK, text
+    assert re.search(r"\r\x1b\[Kremoving: 1\.05 MB of 2\.1 MB \(50%\) removed, [\d.]+ [kM]B/s, \d s left", text), text
+
+
+def test_the_removal_of_one_checkpoint_counts_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this node, where its agent removes a file after another: one large checkpoint may take seconds."""
+    (node,) = stores(tmp_path, 1)
+    for number in (1, 2):
+        two = {shard(0): (0,), shard(1): (0,)}
+        checkpointed([node], number, two, checkpoint_id=f"step-{number}", copies=1, size_bytes=1000)
+    size_bytes = (node.root / "step-1" / shard(0)).stat().st_size
+    found: list[tuple[int, int]] = []
+    ask = Remover._ask_agent
+
+    def remove_one_file(self: Remover, path: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not document.get("is_asked"):
+            (node.root / "step-1" / shard(0)).unlink()
+            found.extend(self._look_how_far().values())
+        return ask(self, path, document)
+
+    monkeypatch.setattr(Remover, "_ask_agent", remove_one_file)
+    with agents([node]):
+        assert main(["rm", "step-1", "--root", str(node.root)]) == ExitCode.OK
+    assert found == [(size_bytes, 2 * size_bytes)]
+
+
+def test_a_slim_shows_how_far_it_is_on_a_terminal(tmp_path: Path) -> None:
+    """By the optimizer's files that are gone."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, with_optimizer({shard(0): (0,)}), copies=1, size_bytes=1 << 20)
+    wait = "slim.dropped=sleep:0.5"
+    code, text = run_on_terminal("slim", "step-1", "--force", "--root", str(node.root), failpoint=wait)
+    assert code == ExitCode.OK, text
+    assert "removing: 1.05 MB of 1.05 MB (100%) removed, " in text, text

@@ -2,8 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
@@ -11,9 +11,11 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.progress import say_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_slimming import slim_in_bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -75,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (outcome.refused or arguments.dry_run):
         _drop(store, manifest, outcome)
         if target is not None:
-            with closing(open_client(target)) as client:
+            with say_if_slow(target.url), closing(open_client(target)) as client:
                 slim_in_bucket(Bucket(client), arguments.id, manifest.save_id)
             outcome.in_bucket = target.url
     if arguments.json:
@@ -115,11 +117,30 @@ def _list_full(manifest: Manifest, seen: NodesSeen) -> list[str]:
 
 
 def _drop(store: LocalStore, manifest: Manifest, outcome: Slimmed) -> None:
-    before = sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
-    is_slimmed = slim(store.root, manifest.checkpoint_id, manifest.save_id)
-    outcome.freed_bytes = before - sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
+    size_bytes, before = _measure_optimizer(store, manifest), _measure(store, manifest)
+
+    def look_how_far() -> Mapping[str, tuple[int, int]]:
+        done_bytes = 0
+        with suppress(OSError, ReplicatedCkptError):
+            done_bytes = before - _measure(store, manifest)
+        return {"": (done_bytes, size_bytes)}
+
+    with show_progress("removing", "removed", look_how_far):
+        is_slimmed = slim(store.root, manifest.checkpoint_id, manifest.save_id)
+    outcome.freed_bytes = before - _measure(store, manifest)
     if not is_slimmed and not manifest.is_slim:
         outcome.kept = "a load reads it, or its save has not ended on this node; run the command again later"
+
+
+def _measure(store: LocalStore, manifest: Manifest) -> int:
+    return sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
+
+
+def _measure_optimizer(store: LocalStore, manifest: Manifest) -> int:
+    """Bytes of the optimizer's files on this node."""
+    kept = manifest.shards if manifest.is_slim else manifest.slimmed().shards
+    sizes = store.catalog.look(manifest.checkpoint_id).sizes
+    return sum(size for shard, size in sizes.items() if shard in manifest.shards and shard not in kept)
 
 
 def _describe(outcome: Slimmed, manifest: Manifest, store: LocalStore, seen: NodesSeen, *, dry_run: bool) -> list[str]:
@@ -131,13 +152,8 @@ def _describe(outcome: Slimmed, manifest: Manifest, store: LocalStore, seen: Nod
         ]
     left = [f"still full on {seen.list_names(outcome.full_on)}: run the same command there"] if outcome.full_on else []
     if dry_run:
-        sizes = store.catalog.look(name).sizes
-        kept = manifest.shards if manifest.is_slim else manifest.slimmed().shards
-        size = sum(size for shard, size in sizes.items() if shard in manifest.shards and shard not in kept)
-        return [
-            f"would remove {names} of {name} (save {outcome.save_id}) from this node: {describe_bytes(size)}",
-            *left,
-        ]
+        size = describe_bytes(_measure_optimizer(store, manifest))
+        return [f"would remove {names} of {name} (save {outcome.save_id}) from this node: {size}", *left]
     if outcome.kept:
         return [f"kept: {name}: {outcome.kept}"]
     lines = [
