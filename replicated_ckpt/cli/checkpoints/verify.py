@@ -22,7 +22,7 @@ from replicated_ckpt.cli.look.checkpoints import (
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
-from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
+from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, name_root, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
 from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket. The findings on the nodes are printed first.
     """
-    if arguments.root is None:
+    if arguments.root is None and not arguments.nodes:
         return _verify_bucket_alone(arguments)
     store = open_store_of(arguments)
     peers = open_book(store, arguments.nodes)
@@ -216,7 +216,7 @@ def exit_code(audit: Audit) -> ExitCode:
         return ExitCode.SHARD_LOST
     if not audit.is_intact:
         return ExitCode.FAILED
-    return ExitCode.UNREACHABLE if audit.unreachable else ExitCode.OK
+    return ExitCode.UNREACHABLE if audit.unreachable or audit.not_asked else ExitCode.OK
 
 
 def as_json(audit: Audit) -> dict[str, Any]:
@@ -226,6 +226,7 @@ def as_json(audit: Audit) -> dict[str, Any]:
         "nodes": [{"node_id": found.node_id, "bytes_read": found.bytes_read} for found in audit.readings],
         "findings": [finding.to_json() for finding in audit.findings],
         "unreachable": list(audit.unreachable),
+        "not_asked": list(audit.not_asked),
         "plan": audit.plan.to_json(),
     }
 
@@ -240,12 +241,12 @@ def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, 
         print(f"repair would do: {action}")
     rows = list_checkpoints(seen)
     for row in rows:
-        if seen.unreached.keys() & set(row.not_reached):
+        if (seen.unreached.keys() | set(audit.not_asked)) & set(row.not_reached):
             print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
     for line in [
-        *describe_conflicting_runs(rows, seen, store.root),
+        *describe_conflicting_runs(rows, seen, name_root(store)),
         *seen.describe_unreached(),
-        *advise(rows, seen, store.root),
+        *advise(rows, seen, name_root(store)),
     ]:
         print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
@@ -261,6 +262,8 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
         return paint("NOT intact", Colour.RED)
     if audit.silent:
         return f"all that was read is intact; {plural(len(audit.silent), 'node')} did not answer"
+    if audit.not_asked:
+        return f"all that was read is intact; {plural(len(audit.not_asked), 'other node')} of it not asked"
     if audit.checkpoint_ids:
         return paint("intact", Colour.GREEN)
     return "no checkpoint with a manifest that this version reads" if has_others else "no checkpoint to verify"
@@ -269,6 +272,6 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
 def see_audit(store: LocalStore, audit: Audit, peers: PeerBook | None = None) -> NodesSeen:
     held = {found.node_id: found.held for found in audit.readings}
     peers = PeerBook(store.root_agent_directory()) if peers is None else peers
-    addresses = {peer.node_id: peer for peer in peers.read_all()}
+    addresses = {peer.node_id: peer for peer in (*peers.read_all(), *audit.silent)}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
     return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)

@@ -117,7 +117,8 @@ class CheckpointSeen:
         unknown = [node for node in self.not_reached if node not in seen.unreached]
         why = f": {seen.list_names(silent)} not reached" if silent else ""
         if unknown and not silent:
-            why = f": this node has no address of {seen.list_names(unknown)}"
+            names = seen.list_names(unknown)
+            why = f": this node has no address of {names}" if seen.has_own else f": {names} was not asked"
         if self.state in (NOT_SEEN, LOST, OVERWRITTEN):
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
             what = f"{OVERWRITTEN} by another run" if self.state == OVERWRITTEN else self.state
@@ -401,7 +402,7 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
             "It is a plain directory on each node that has files of it. Load it and save it under a new id: the new "
             "save has copies and checksums.",
         )
-    listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`"
+    listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`" if seen.has_own else "`ls` with the same --nodes"
     hint = f"{listing} lists the checkpoints, and the nodes that were not reached.{otherwise}"
     unreached = seen.describe_unreached()
     where = f" Not reached: {'; '.join(unreached)}." if unreached else ""

@@ -25,7 +25,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.manifests import ManifestBook
 from replicated_ckpt.node.peers.watch import NodeHoldings, describe_silence, parse_node_holdings, runs_no_agent
 from replicated_ckpt.node.state.damage import DamageBook
-from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
+from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, NoStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -48,6 +48,11 @@ class NodesSeen:
     unreached: Mapping[str, ReplicatedCkptError]
     manifests: Mapping[str, Manifest]
     """By save id, the manifests of the saves on the nodes that answered."""
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the command has a node's own store. False: it asks other nodes alone."""
+        return self.own_node in self.holdings_by_node
 
     @property
     def holdings(self) -> list[Holding]:
@@ -182,7 +187,7 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
     def look(node: str) -> NodeHoldings:
         return _look_at_own(store, own, asks=asks_own) if node == own else _ask(addresses[node])
 
-    outcome = FanOut.run([own, *addresses], look)
+    outcome = FanOut.run([*([] if isinstance(store, NoStore) else [own]), *addresses], look)
     if own in outcome.errors:
         raise outcome.errors[own]
     held, book = dict(outcome.results), ManifestBook(store, own, peers)
@@ -191,7 +196,9 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
         # retention may have removed it, while the look waited for a node that is silent
         held |= FanOut.run(outcome.results, look).results
         manifests = book.of([found.view_of(node) for node, found in held.items()])
-    return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
+    unanswered = {address.node_id: error for address, error in peers.unanswered.items()}
+    addresses |= {address.node_id: address for address in peers.unanswered}
+    return NodesSeen(own, held, addresses, {**outcome.errors, **unanswered}, manifests)
 
 
 def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
@@ -291,4 +298,6 @@ def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
     if not unknown:
         return []
     names = seen.list_names(unknown)
+    if not seen.has_own:
+        return [f"next step: {names} was not asked: name its agent with --nodes, too"]
     return [f"next step: this node has no address of {names}: a save or load with ranks on both nodes adds it"]

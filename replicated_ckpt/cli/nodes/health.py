@@ -93,7 +93,7 @@ def judge_health(
     root: Path,
 ) -> Health:
     """`agent`: the status of this node's agent. None without `why_down`: the agent has exited, as no job runs."""
-    is_idle = agent is None and not why_down
+    is_idle = seen.has_own and agent is None and not why_down
     # Agents that ranks started leave with them: then a refused connection is not a fault.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
     bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
