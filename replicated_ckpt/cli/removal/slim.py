@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
-from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, repeat_command
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
 from replicated_ckpt.cli.look.progress import say_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
@@ -24,7 +24,10 @@ from replicated_ckpt.stores.local.versions.remove import renamed_refusal
 from replicated_ckpt.stores.local.versions.slim import slim
 from replicated_ckpt.wording import describe_bytes
 
-HELP = "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node."
+HELP = (
+    "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node, by `srun "
+    "--ntasks-per-node=1` or by the SSH command that it prints."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
     else:
-        print("\n".join(_describe(outcome, manifest, store, seen, dry_run=arguments.dry_run)))
+        left = _describe_left(outcome, seen, repeat_command(arguments, store))
+        print("\n".join(_describe(outcome, manifest, store, left, dry_run=arguments.dry_run)))
     return ExitCode.FAILED if outcome.refused or outcome.kept or outcome.full_on else ExitCode.OK
 
 
@@ -143,14 +147,23 @@ def _measure_optimizer(store: LocalStore, manifest: Manifest) -> int:
     return sum(size for shard, size in sizes.items() if shard in manifest.shards and shard not in kept)
 
 
-def _describe(outcome: Slimmed, manifest: Manifest, store: LocalStore, seen: NodesSeen, *, dry_run: bool) -> list[str]:
+def _describe_left(outcome: Slimmed, seen: NodesSeen, again: str) -> list[str]:
+    """The other nodes that have all of it, and how the command runs there."""
+    if not outcome.full_on:
+        return []
+    run = on_each_host(seen, outcome.full_on, again)
+    return [f"still full on {seen.list_names(outcome.full_on)}", f"next step: run the same command there, as by {run}"]
+
+
+def _describe(
+    outcome: Slimmed, manifest: Manifest, store: LocalStore, left: Sequence[str], *, dry_run: bool
+) -> list[str]:
     name, names = outcome.checkpoint_id, ", ".join(outcome.dropped)
     if outcome.refused:
         return [
             f"refused: {name} {outcome.refused}; nothing was changed",
             *(["next step: `ls` lists the other checkpoints; --force slims this one all the same"] if names else []),
         ]
-    left = [f"still full on {seen.list_names(outcome.full_on)}: run the same command there"] if outcome.full_on else []
     if dry_run:
         size = describe_bytes(_measure_optimizer(store, manifest))
         return [f"would remove {names} of {name} (save {outcome.save_id}) from this node: {size}", *left]
