@@ -416,5 +416,6 @@ class Agent:
             "scrub": self._scrubber.status(),
             "room": try_room(self._service.store.root).to_json(),
             "object_store": self._uploader.status(),
+            "has_clients": has_clients(self._service.store.root_agent_directory()),
             "threads": threading.active_count(),
         }
