@@ -37,6 +37,7 @@ from replicated_ckpt.agent.state.endpoint import (
     shut_out_clients,
     staying_lock,
     write_endpoint,
+    write_metrics_token,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.owner_key import read_owner_key
@@ -141,6 +142,7 @@ class Agent:
                 # Durable before a peer hears it: an agent that starts after a crash must count one start more.
                 keep_identity(directory, replace(identity, port=self._endpoint.port))
                 self._hello = self._greeter.start()
+                write_metrics_token(directory, identity.tokens)
                 write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
             self._reprotector.start()

@@ -146,7 +146,7 @@ class Server:
 def prometheus(folder: Path, agent: RunningAgent) -> Iterator[Server]:
     """Prometheus with the example's files, as docs/monitoring.md says; only paths, port and times are others."""
     token, certificate = folder / "replicated-ckpt.token", folder / "replicated-ckpt.pem"
-    token.write_text(agent.endpoint.token)
+    shutil.copy(agent.root / ".agent" / "metrics.token", token)
     pem = (agent.root / ".agent" / "tls.pem").read_text()
     certificate.write_text(pem[pem.index("-----BEGIN CERTIFICATE") :])
     config = (EXAMPLES / "prometheus.yml").read_text().replace("/etc/prometheus/", f"{folder}/")

@@ -64,6 +64,7 @@ DOCUMENT_BYTES_MAX = 4 << 20
 """Parsed JSON takes many times its size. The addresses of 10,000 nodes fit."""
 
 _HINT_BY_RIGHT = {
+    Right.PEER: "The token of metrics.token reads metrics alone.",
     Right.JOB: "Only a job with a rank on each node can introduce nodes, and open and end saves.",
     Right.OWNER: "Ask on the agent's own host as its user: ranks and `replicated-ckpt` read ROOT/.agent there.",
 }
