@@ -4,6 +4,7 @@ import argparse
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.cli.completion import LINES
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import VERBS, main, parser
 from replicated_ckpt.cli.removal.remover import Remover
@@ -60,9 +62,7 @@ def test_each_shell_gets_its_lines(shell: str) -> None:
 )
 def test_bash_completes_verbs_and_options(tmp_path: Path, line: str, words: set[str]) -> None:
     """A real bash, with the lines of `completion bash`."""
-    program = tmp_path / "replicated-ckpt"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={HOME} exec {sys.executable} -m replicated_ckpt "$@"\n')
-    program.chmod(0o755)
+    write_program(tmp_path)
     typed = line.split()
     script = f"""
         {command("completion", "bash").stdout}
@@ -75,6 +75,35 @@ def test_bash_completes_verbs_and_options(tmp_path: Path, line: str, words: set[
         ["bash", "--norc", "-c", script], env=path, capture_output=True, text=True, timeout=60, check=True
     )
     assert {word.strip() for word in done.stdout.split()} == words, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "options", "ask"),
+    [
+        ("bash", ["--norc"], "complete -p replicated-ckpt"),
+        ("zsh", ["-f"], "print -r -- $_comps[replicated-ckpt]"),
+        ("fish", ["--no-config"], 'complete -C "replicated-ckpt ver"'),
+    ],
+)
+def test_the_line_for_a_start_file_registers_the_completion(
+    tmp_path: Path, shell: str, options: list[str], ask: str
+) -> None:
+    """Zsh needs its own `compinit` before it."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    write_program(tmp_path)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path)}
+    words = [shell, *options, "-c", f"{LINES[shell].replace('&& compinit', '&& compinit -u')}\n{ask}"]
+    done = subprocess.run(words, env=path, capture_output=True, text=True, timeout=60, check=False)
+    wanted = "verify" if shell == "fish" else "_python_argcomplete"
+    assert (done.returncode, wanted in done.stdout) == (0, True), done
+    assert done.stderr == ""
+
+
+def write_program(folder: Path) -> None:
+    program = folder / "replicated-ckpt"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={HOME} exec {sys.executable} -m replicated_ckpt "$@"\n')
+    program.chmod(0o755)
 
 
 @pytest.mark.parametrize(
