@@ -274,4 +274,5 @@ def see_audit(store: LocalStore, audit: Audit, peers: PeerBook | None = None) ->
     peers = PeerBook(store.root_agent_directory()) if peers is None else peers
     addresses = {peer.node_id: peer for peer in (*peers.read_all(), *audit.silent)}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
-    return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)
+    forgotten = peers.read_forgotten() - addresses.keys()
+    return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests, forgotten)

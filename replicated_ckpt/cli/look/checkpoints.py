@@ -217,7 +217,7 @@ def see_with_unclaimed_files(save: SaveFound, manifest: Manifest, seen: NodesSee
     members = {node for entry in manifest.shards.values() for node in entry.holders}
     completed = replace(save, holdings=(*save.holdings, *more))
     # Also nodes that were never asked, as their address is not known here.
-    silent = members - seen.holdings_by_node.keys()
+    silent = members - seen.holdings_by_node.keys() - seen.forgotten
     return see_save(completed, manifest, seen.holdings_by_node.keys(), silent, {holding.node_id for holding in more})
 
 
@@ -232,7 +232,8 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
     assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
     silent = {node for name in short for node in assumed[name]}
-    if missing:  # any silent node may have got a copy that was made since
+    meant = {node for name in short & save.manifest.shards.keys() for node in save.manifest.shards[name].holders}
+    if missing or meant & seen.forgotten:  # any silent node may have got a copy that was made since
         silent |= seen.unreached.keys()
     may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST

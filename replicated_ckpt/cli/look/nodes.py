@@ -48,6 +48,8 @@ class NodesSeen:
     unreached: Mapping[str, ReplicatedCkptError]
     manifests: Mapping[str, Manifest]
     """By save id, the manifests of the saves on the nodes that answered."""
+    forgotten: frozenset[str] = frozenset()
+    """The nodes that a user has forgotten: what they held is lost, and no advice waits for them."""
 
     @property
     def has_own(self) -> bool:
@@ -198,7 +200,8 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
         manifests = book.of([found.view_of(node) for node, found in held.items()])
     unanswered = {address.node_id: error for address, error in peers.unanswered.items()}
     addresses |= {address.node_id: address for address in peers.unanswered}
-    return NodesSeen(own, held, addresses, {**outcome.errors, **unanswered}, manifests)
+    unreached, forgotten = {**outcome.errors, **unanswered}, peers.read_forgotten() - addresses.keys()
+    return NodesSeen(own, held, addresses, unreached, manifests, forgotten)
 
 
 def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
