@@ -48,6 +48,24 @@ def test_each_verb_takes_the_root_from_the_environment_and_prints_json(
         assert "REPLICATED_CKPT_ROOT" in str(options["--root"].help)
 
 
+def test_the_command_alone_prints_its_help() -> None:
+    """With all verbs."""
+    done = command()
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+    assert all(f"\n    {verb}" in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", ["rm", "slim", "reject"])
+def test_what_changes_a_checkpoint_takes_its_id(tmp_path: Path, verb: str) -> None:
+    """Of "latest" it names the id, and changes nothing."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    done = command(verb, "latest", "--root", node.root)
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "The command takes the id of a checkpoint, not 'latest'. Hint: The newest one that can be" in done.stderr
+    assert "is 'step-1'" in done.stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_its_lines(shell: str) -> None:
     """They name the command; another shell is refused."""

@@ -12,6 +12,7 @@ from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import (
     CheckpointSeen,
     advise,
+    describe_damaged_manifests,
     describe_newer,
     describe_totals,
     find_needed,
@@ -149,11 +150,8 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     staged = list_staged_saves(store)
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save, seen)}")
-    listed = {row.checkpoint_id for row in rows if row.save_id}
-    for one in seen.unclaimed:
-        # One damaged manifest among good ones takes no copy away: the row itself shows nothing of it.
-        if one.is_ours and one.checkpoint_id in listed:
-            print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
+    for line in describe_damaged_manifests(rows, seen):
+        print(line)
     steps = [step for save in staged for step in advise_on_in_doubt(save, seen, name_root(store))]
     for line in [
         *describe_conflicting_runs(rows, seen, name_root(store)),

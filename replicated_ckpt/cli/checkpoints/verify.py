@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import Audit
@@ -239,6 +240,9 @@ def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, 
         print(describe_short(short))
     for action in audit.plan.actions:
         print(f"repair would do: {action}")
+    if audit.plan.actions:
+        repair = f"`replicated-ckpt repair --root {quote(str(name_root(store)))}`"
+        print(f"next step: {repair} does this now. Agents that run also do it, within minutes")
     rows = list_checkpoints(seen)
     for row in rows:
         if (seen.unreached.keys() | set(audit.not_asked)) & set(row.not_reached):

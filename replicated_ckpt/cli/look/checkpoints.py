@@ -15,6 +15,7 @@ from replicated_ckpt.cli.look.nodes import (
     advise_on_unknown_nodes,
     describe_spare,
     look_at_nodes,
+    on_each_host,
 )
 from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.cli.printing import Colour, paint
@@ -26,7 +27,7 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.marks import Marks, merge_marks
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
-from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManifestVersionUnknown, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
@@ -336,7 +337,7 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
     by_id = Counter(row.checkpoint_id for row in rows)
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
     wanted = without_superseded(rows)
-    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
+    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, seen, root) for row in wanted if row.state == LOST]
     short = [row for row in wanted if row.state in (SHORT, NOT_SEEN)]
     unauthenticated = {node for row in short for node in row.not_reached}
     needed = find_needed(rows, seen)
@@ -360,18 +361,34 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
     )
 
 
-def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) -> str:
+def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, seen: NodesSeen, root: Path) -> str:
     step = f"next step for {row.checkpoint_id}: "
     if row.is_mendable:
         step += f"`replicated-ckpt repair --root {quote(str(root))}`, which combines the intact blocks of "
         step += "damaged copies; else "
     if row.bucket in ("there", "unknown"):
-        step += "load it with its object_store; or "
+        manifest = seen.manifests.get(row.save_id)
+        url = "its bucket" if manifest is None or manifest.upload is None else manifest.upload.url
+        step += f"load it with object_store={url!r}; or "
     step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'
     step += "; another version also has this name" if has_other_version else ""
     options = f" --save {row.save_id}" if has_other_version else ""
     options += " --keep-in-bucket" if row.bucket in ("there", "unknown") else ""
-    return f"{step}; or remove it: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{options}`"
+    remove = f"replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{options}"
+    left = set(row.nodes) - set(row.removed_on)
+    if seen.own_node in row.removed_on and left:
+        return f"{step}; or remove the rest of it, on {seen.list_names(left)}, as by {on_each_host(seen, left, remove)}"
+    return f"{step}; or remove it: `{remove}`"
+
+
+def describe_damaged_manifests(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str]:
+    """A line for each damaged manifest of a checkpoint that has good ones: it takes no copy away, so no row shows it."""
+    listed = {row.checkpoint_id for row in rows if row.save_id}
+    return [
+        f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it"
+        for one in seen.unclaimed
+        if one.is_ours and one.checkpoint_id in listed
+    ]
 
 
 _NOT_GOOD = {
@@ -403,6 +420,9 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
             "It is a plain directory on each node that has files of it. Load it and save it under a new id: the new "
             "save has copies and checksums.",
         )
+    if Newest.parse(checkpoint_id) and (newest := choose_id(checkpoint_id, list_checkpoints(seen))):
+        message = f"The command takes the id of a checkpoint, not {checkpoint_id!r}."
+        return ConfigInvalid(message, f"The newest one that can be loaded is {newest!r}.")
     listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`" if seen.has_own else "`ls` with the same --nodes"
     hint = f"{listing} lists the checkpoints, and the nodes that were not reached.{otherwise}"
     unreached = seen.describe_unreached()

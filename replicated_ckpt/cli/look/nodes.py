@@ -278,6 +278,8 @@ def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies
     if nodes and len(seen.holdings_by_node) < copies_wanted:
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
         names = seen.list_names(nodes)
+        if len(nodes) > 1:
+            return [f"if {names} never come back: run the job with as many new nodes, which receive the copies; {room}"]
         return [
             f"if {names} never comes back: run the job with a new node in its place, which receives the copies; {room}"
         ]

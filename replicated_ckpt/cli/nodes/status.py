@@ -174,7 +174,7 @@ class _State:
         lines += [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
         lines += [f"copies: {describe_totals(self.rows, self.seen, self.health.bad)}", *self.memory_tier]
         if self.agent is not None:
-            lines += describe_work(self.agent, is_good=not self.health.bad)
+            lines += describe_work(self.agent, self.seen, is_good=not self.health.bad)
         if self.health.found:
             columns = shutil.get_terminal_size((_LOG_COLUMNS, 0)).columns
             lines += [f"in the agent's log: {line}"[:columns] for line in self.errors]
