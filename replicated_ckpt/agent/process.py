@@ -37,6 +37,7 @@ from replicated_ckpt.agent.state.endpoint import (
     served_already,
     shut_out_clients,
     write_endpoint,
+    write_metrics_token,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.rights import Tokens, read_owner_key
@@ -144,6 +145,7 @@ class Agent:
                 # Durable before a peer gets it: an agent that starts after a crash must count one more start.
                 keep_identity(directory, replace(identity, port=self._endpoint.port))
                 self._hello = self._greeter.start()
+                write_metrics_token(directory, identity.tokens)
                 write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
             self._reprotector.start()
@@ -419,5 +421,6 @@ class Agent:
             "scrub": self._scrubber.status(),
             "room": try_room(self._service.store.root).to_json(),
             "object_store": self._uploader.status(),
+            "has_clients": has_clients(self._service.store.root_agent_directory()),
             "threads": threading.active_count(),
         }

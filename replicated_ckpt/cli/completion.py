@@ -7,12 +7,22 @@ from importlib.util import find_spec
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid
 
-HELP = 'Print the lines with which a shell completes this command: eval "$(replicated-ckpt completion bash)".'
+LINES = {
+    "bash": 'eval "$(replicated-ckpt completion bash)"',
+    "zsh": 'autoload -U compinit && compinit; eval "$(replicated-ckpt completion zsh)"',
+    "fish": "replicated-ckpt completion fish | source",
+}
+"""By shell, the line for its start file."""
+HELP = "Print the lines with which a shell completes this command."
 _PROGRAM = "replicated-ckpt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="the shell that reads them")
+    parser.add_argument("shell", choices=[*LINES], help="the shell that reads them. " + _describe_lines())
+
+
+def _describe_lines() -> str:
+    return "In its start file: " + "; ".join(f"{shell}: {line}" for shell, line in LINES.items())
 
 
 def run(arguments: argparse.Namespace) -> int:

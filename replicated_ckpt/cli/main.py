@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # escapes letters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if argv is None else list(argv)
+    given = given or ["--help"]
     first = given[:1]
     if is_completing():
         complete(parser())

@@ -63,7 +63,10 @@ def test_without_any_store_the_usage_is_told(verb: tuple[str, ...]) -> None:
     """Neither `--root` nor a bucket."""
     done = command(*verb)
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-    assert f"Name a node's store with --root or {ROOT_ENV}, or a bucket alone with --object-store." in done.stderr
+    assert (
+        f"Name a node's store with --root or {ROOT_ENV}, or agents with --nodes, or a bucket alone with --object-store."
+        in done.stderr
+    )
 
 
 def test_the_environment_names_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.nodes.health import judge_health
+from replicated_ckpt.cli.nodes.health import describe_work, judge_health
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.peers.watch import NodeHoldings
 from replicated_ckpt.stores.files.room import Room
 
@@ -32,3 +33,14 @@ def test_a_disk_is_full_when_the_next_save_may_not_fit(free_bytes: int, size_byt
     if code != ExitCode.OK:
         (why,) = health.reasons
         assert "2 GB of 5 GB free, and its largest save takes 2 GB: the next one may not fit" in why
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_re_protection_waits_for_silent_nodes_alone(*, is_silent: bool) -> None:
+    """If all nodes answer, a checkpoint with lost files makes it wait for none."""
+    error = StoreUnavailable("b", "connect", "/", "refused")
+    seen = NodesSeen("a", {"a": NodeHoldings(())}, {}, {"b": error} if is_silent else {}, {})
+    protection = {"rounds": 1, "is_complete": True, "in_doubt": [], "over_bound": []}
+    agent = {"protection": protection, "object_store": {"pending": {}, "done": 0}}
+    waits = [line for line in describe_work(agent, seen, is_good=False) if "waits for the nodes" in line]
+    assert bool(waits) == is_silent

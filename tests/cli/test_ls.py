@@ -9,7 +9,7 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_unknown_nodes
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_lost, advise_on_silence, advise_on_unknown_nodes
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
@@ -220,6 +220,10 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         assert "2 of 2" in line_of(done.stdout, "step-3"), done.stdout
         assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
         assert "manifest damaged" in line_of(done.stdout, "step-2")
+        said = command("status", "--root", nodes[0].root).stdout
+        assert ": its manifest of step-3 is damaged; `repair` restores it" in said.partition("NODE")[0], said
+        said = command("verify", "--root", nodes[0].root).stdout
+        assert f"next step: `replicated-ckpt repair --root {nodes[0].root}` does this now." in said, said
         json.loads(command("ls", "--root", nodes[0].root, "-o", "json").stdout)
 
 
@@ -254,7 +258,7 @@ def seen_as(state: str, bucket: str = "") -> CheckpointSeen:
     ("rows", "step"),
     [
         ([seen_as(LOST), seen_as(WHOLE)], "Another version also has this name"),
-        ([seen_as(LOST, bucket="there")], "load it with its object_store"),
+        ([seen_as(LOST, bucket="there")], "load it with object_store="),
     ],
 )
 def test_what_is_still_there_is_not_given_up(rows: list[CheckpointSeen], step: str) -> None:
@@ -262,6 +266,20 @@ def test_what_is_still_there_is_not_given_up(rows: list[CheckpointSeen], step: s
     (line,) = advise(rows, NodesSeen("n", {}, {}, {}, {}), Path("/r"))
     assert step in line
     assert len(rows) == 1 or "`replicated-ckpt rm step-1 --root /r --save " in line, "it alone"
+
+
+def test_the_rest_of_a_checkpoint_is_removed_where_it_is() -> None:
+    """After `rm` on this node, the same command here would change nothing."""
+    row = replace(seen_as(LOST), nodes=("m",), removed_on=("n",))
+    (line,) = advise([row], NodesSeen("n", {}, {"m": AgentAddress("m", "host1", 1, "")}, {}, {}), Path("/r"))
+    assert line.endswith("or remove the rest of it, on host1, as by `ssh host1 'replicated-ckpt rm step-1 --root /r'`")
+
+
+def test_several_lost_nodes_are_replaced_by_as_many() -> None:
+    """One node that is left cannot hold two copies."""
+    addresses = {node: AgentAddress(node, f"host-{node}", 1, "") for node in "bc"}
+    (line,) = advise_on_lost(NodesSeen("a", {"a": NodeHoldings(())}, addresses, {}, {}), Path("/r"), ["b", "c"], 2)
+    assert line.startswith("if host-b, host-c never come back: run the job with as many new nodes, which receive")
 
 
 def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:

@@ -115,8 +115,61 @@ def test_an_unknown_node_is_asked_with_the_users_key(
         monkeypatch.delenv(KEY_ENV)
         done = command("ls", "--root", nodes[0].root, "--nodes", at)
         assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-        assert f"This node does not know a node at {at}" in done.stderr
+        assert f"No address book here has a node at {at}" in done.stderr
         assert KEY_ENV in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"], ids=["plain", "tls"])
+def test_a_machine_without_a_store_asks_the_named_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """All verbs that look. A named agent that is down is shown as such, and hides nothing of the others."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, THREE, size_bytes=3000)
+    key, asked = key_file(tmp_path), ("ls", "show latest", "status", "verify", "report latest")
+    with (
+        keyed_agent(monkeypatch, nodes[0].root, key, "--host", host) as a,
+        keyed_agent(monkeypatch, nodes[1].root, key, "--host", host) as b,
+        keyed_agent(monkeypatch, nodes[2].root, key, "--host", host) as c,
+    ):
+        ports = [one.endpoint.port for one in (a, b, c)]
+        at = ",".join(f"127.0.0.1:{port}" for port in ports)
+        done = {verb: command(*verb.split(), "--nodes", at) for verb in asked}
+        assert "2 of 2" in done["ls"].stdout
+        assert "3 of 3 nodes answered" in done["ls"].stdout
+        assert "saved at:" in done["show latest"].stdout
+        assert done["status"].stdout.startswith("good\n"), done["status"].stdout
+        assert "1 checkpoint, 3 of 3 nodes, " in done["verify"].stdout
+        assert "No node that was reached has a report of a save or load of 'step-1'" in done["report latest"].stderr
+        codes = [done[verb].returncode for verb in asked]
+        assert codes == [ExitCode.OK] * 4 + [ExitCode.NOT_FOUND], done
+        two = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
+        assert "1 of 2 copies seen" in (said := command("ls", "--nodes", two).stdout)
+        assert "next step: host2 was not asked: name its agent with --nodes, too" in said, said
+        checked = command("verify", "--nodes", two)
+        assert checked.returncode == ExitCode.UNREACHABLE, checked
+        assert checked.stdout.rstrip().endswith("all that was read is intact; 1 other node of it not asked"), checked
+        stop_agent(nodes[2].root)
+        done = {verb: command(*verb.split(), "--nodes", at) for verb in asked}
+        for verb in asked:
+            assert f"127.0.0.1:{ports[2]}" in done[verb].stdout + done[verb].stderr, (verb, done[verb])
+            assert "no-store" not in done[verb].stdout + done[verb].stderr, (verb, done[verb])
+            assert "this node" not in done[verb].stdout + done[verb].stderr, (verb, done[verb])
+        assert "2 of 3 nodes answered" in done["ls"].stdout
+        assert [done[verb].returncode for verb in asked] == [0, 0, ExitCode.FAILED, ExitCode.UNREACHABLE, 5]
+    done["ls"] = command("ls", "--nodes", at)
+    assert (done["ls"].returncode, done["ls"].stdout) == (ExitCode.UNREACHABLE, "")
+
+
+@pytest.mark.parametrize("words", [("status",), ("ls",), ("status", "--own-agent", "--nodes", "a:1")])
+def test_a_command_without_a_store_names_what_it_can_ask(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root or agents; --own-agent asks this node's alone."""
+    monkeypatch.delenv("REPLICATED_CKPT_ROOT", raising=False)
+    done = command(*words)
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "Name a node's store with --root or REPLICATED_CKPT_ROOT, or agents with --nodes" in done.stderr
 
 
 class _Pretender(BaseHTTPRequestHandler):

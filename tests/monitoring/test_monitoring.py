@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter, Retention
+from replicated_ckpt.agent.launch import _client_lock_by_root
 from tests.agent.agents import ANSWER_S, RunningAgent, running_agent, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,10 @@ def test_the_dashboard_is_valid() -> None:
 
 
 def test_an_alert_fires_when_saving_stops(tmp_path: Path) -> None:
-    """Prometheus scrapes an agent over TLS by the example, whose alert fires once no save came for its time."""
+    """Prometheus scrapes an agent over TLS by the example, whose alert fires once no save came for its time.
+
+    It ends with the job.
+    """
     root = tmp_path / "root"
     options = "--host", "0.0.0.0", "--round-every-s", "0.3"
     with running_agent(root, *options) as agent, prometheus(tmp_path, agent) as server:
@@ -66,6 +70,8 @@ def test_an_alert_fires_when_saving_stops(tmp_path: Path) -> None:
         stopped_at = time.time()
         assert wait_for(server.firing, WITHIN_S, "the alert") == ["ReplicatedCkptNoWholeCheckpoint"]
         assert time.time() - stopped_at > AGE_S - 1
+        end_job(root)
+        wait_for(lambda: not server.firing(), WITHIN_S, "the end of the alert after the job's end")
         assert server.value_of("sum(replicated_ckpt_save_duration_seconds_count)") == saves
         kinds = server.kind_by_name()
         assert kinds["replicated_ckpt_saves_total"] == "counter"
@@ -74,6 +80,11 @@ def test_an_alert_fires_when_saving_stops(tmp_path: Path) -> None:
             server.query(plain)
             for name in re.findall(r"replicated_ckpt_\w+", plain):
                 assert name.removesuffix("_bucket") in kinds, expression
+
+
+def end_job(root: Path) -> None:
+    """Releases this process's lock as a client of the agent, as its end does."""
+    _client_lock_by_root.pop(root).release()
 
 
 def is_quiet(server: "Server") -> bool:
@@ -135,14 +146,16 @@ class Server:
 def prometheus(folder: Path, agent: RunningAgent) -> Iterator[Server]:
     """Prometheus with the example's files, as docs/monitoring.md says; only paths, port and times are others."""
     token, certificate = folder / "replicated-ckpt.token", folder / "replicated-ckpt.pem"
-    token.write_text(agent.endpoint.token)
+    shutil.copy(agent.root / ".agent" / "metrics.token", token)
     pem = (agent.root / ".agent" / "tls.pem").read_text()
     certificate.write_text(pem[pem.index("-----BEGIN CERTIFICATE") :])
     config = (EXAMPLES / "prometheus.yml").read_text().replace("/etc/prometheus/", f"{folder}/")
     config = config.replace("localhost:29600", f"localhost:{agent.endpoint.port}").replace("15s", "200ms")
     (folder / "prometheus.yml").write_text(config)
     rules = (EXAMPLES / "alerts.yml").read_text()
-    (folder / "alerts.yml").write_text(rules.replace("> 1800", f"> {AGE_S}"))
+    (folder / "alerts.yml").write_text(
+        rules.replace("> 1800", f"> {AGE_S}").replace("[30m:1m]", f"[{AGE_S}s:1s]").replace("> 15", "> 1")
+    )
     promtool("check", "config", folder / "prometheus.yml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

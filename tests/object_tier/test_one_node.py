@@ -361,7 +361,7 @@ def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys
     main(["ls", "--root", str(root), "--object-store", where])
     said = capsys.readouterr().out
     assert "1 file lost" in said
-    assert "load it with its object_store" in said
+    assert f"load it with object_store='{where}'" in said
     assert "this node has no address of" not in said
     main(["ls", "--root", str(root), "--object-store", where, "-o", "json"])
     (row,) = json.loads(capsys.readouterr().out)["checkpoints"]

@@ -85,6 +85,10 @@ def _escape(text: str) -> str:
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "uptime_seconds": ("uptime_s", "Time since this agent started."),
     "leaving": ("is_leaving", "1 while this agent completes its open saves before it exits."),
+    "ranks_running": (
+        "has_clients",
+        "1 while a process of a job uses this agent: from its first save or load until it ends.",
+    ),
     "threads": ("threads", "Threads of this agent."),
     "staged_saves": ("staged", "Saves that are open on this node."),
     "checkpoints": ("checkpoints", "Committed checkpoints on this node."),

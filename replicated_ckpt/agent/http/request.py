@@ -64,6 +64,7 @@ DOCUMENT_BYTES_MAX = 4 << 20
 """A bound, because parsed JSON takes many times its size in memory. The addresses of 10,000 nodes fit."""
 
 _HINT_BY_RIGHT = {
+    Right.PEER: "The token of metrics.token reads metrics alone.",
     Right.JOB: "Only a job with a rank on each node can introduce nodes, and open and end saves.",
     Right.OWNER: "Run the command on the agent's own host, as its user: it reads the token in ROOT/.agent there.",
 }

@@ -21,7 +21,7 @@ from replicated_ckpt.node.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, d
 from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.inspection import Inspector
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore, NoStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -61,13 +61,15 @@ class NodeReading:
 class Audit:
     """The readings of all nodes. Copies on `silent` nodes, which did not answer, count neither as present nor as lost.
 
-    `manifests`: by save id, of the saves that the answering nodes hold.
+    `manifests`: by save id, of the saves that the answering nodes hold. `not_asked`: the other nodes of these saves, for a
+    command without a store of its own. They count as silent nodes do.
     """
 
     readings: tuple[NodeReading, ...]
     silent: Mapping[AgentAddress, ReplicatedCkptError]
     manifests: Mapping[str, Manifest]
     plan: RepairPlan
+    not_asked: tuple[str, ...] = ()
 
     @property
     def unreachable(self) -> tuple[str, ...]:
@@ -129,15 +131,19 @@ class Auditor:
                 return self._own_reading(checkpoint_id)
             return _ask_agent(addresses[node], checkpoint_id)
 
-        outcome = FanOut.run([self._node_id, *addresses], read)
+        own = [] if isinstance(self._store, NoStore) else [self._node_id]
+        outcome = FanOut.run([*own, *addresses], read)
         if self._node_id in outcome.errors:
             raise outcome.errors[self._node_id]
         readings = tuple(outcome.results[node] for node in sorted(outcome.results))
         silent = {addresses[node]: error for node, error in sorted(outcome.errors.items())}
+        silent |= self._peers.unanswered
         views = self._views(readings, list(silent))
         # Unbounded: a user waits for one complete answer. The bound protects agents, which run for months.
         manifests = ManifestBook(self._store, self._node_id, self._peers, is_bounded=False).of(views)
-        return Audit(readings, silent, manifests, _plan(manifests, views))
+        not_asked = self._list_not_asked(manifests, views)
+        views += [NodeView(node, Presence.ASSUMED, None) for node in not_asked]
+        return Audit(readings, silent, manifests, _plan(manifests, views), not_asked)
 
     def look_how_far(self) -> Mapping[str, tuple[int, int]]:
         """By node that is reading now: bytes read, and bytes in all. Call it from another thread while `audit` runs."""
@@ -147,6 +153,13 @@ class Auditor:
             addresses[endpoint.node_id] = endpoint.local_address()
         read = {} if self._inspector is None else {self._node_id: (self._inspector.bytes_read, self._own_bytes)}
         return {**FanOut.run(addresses, lambda n: _ask_how_far(addresses[n])).results, **read}
+
+    def _list_not_asked(self, manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> tuple[str, ...]:
+        # Only a node's own address book is complete: a node that it lacks is gone.
+        if not isinstance(self._store, NoStore):
+            return ()
+        named = {node.node_id for manifest in manifests.values() for node in manifest.nodes}
+        return tuple(sorted(named - {view.node_id for view in views}))
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
         endpoint = listening_endpoint(self._store.root_agent_directory())

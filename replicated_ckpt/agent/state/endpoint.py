@@ -18,6 +18,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
 
 _ENDPOINT_NAME = "endpoint.json"
+_FOR_SCRAPERS_NAME = "metrics.token"
 _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
 _STAYING_NAME = "staying"
@@ -152,6 +153,11 @@ def next_identity(directory: Path, node_id: str) -> Identity:
 
 def keep_identity(directory: Path, identity: Identity) -> None:
     write_file(directory / _IDENTITY_NAME, json.dumps(asdict(identity)).encode(), mode=0o600)
+
+
+def write_metrics_token(directory: Path, tokens: Tokens) -> None:
+    """Writes the file that an operator copies for a scraper. It stays after the agent's end."""
+    write_file(directory / _FOR_SCRAPERS_NAME, tokens.scraper.encode(), mode=0o600)
 
 
 def remove_endpoint(directory: Path) -> None:

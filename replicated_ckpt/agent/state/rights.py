@@ -24,6 +24,8 @@ INVITATION_S = 86400.0
 class Right(IntEnum):
     """The right of a request's sender, which its token shows. Each right includes those before it."""
 
+    SCRAPER = 0
+    """A monitoring system: it has the token of ROOT/.agent/metrics.token, and reads metrics alone."""
     PEER = 1
     """A node of this or an earlier job: it has the agent's token, which it got with the agent's address."""
     JOB = 2
@@ -57,10 +59,17 @@ class Tokens:
             return Right.OWNER
         if _are_same(given, self.peer):
             return Right.PEER
+        if _are_same(given, self.scraper):
+            return Right.SCRAPER
         now_unix_s = min(time.time(), self._boot_unix_s + time.monotonic())
         if self.key and any(_is_valid(given, self.key, _OWNER.format(name), now_unix_s) for name in self.names()):
             return Right.OWNER
         return Right.JOB if _is_valid(given, self.owner, _INVITATION, now_unix_s) else None
+
+    @property
+    def scraper(self) -> str:
+        """The token of a scraper. It is derived, so it stays the same as long as the owner's."""
+        return _signature(self.owner, _SCRAPER) if self.owner else ""
 
     def prove(self, challenge: str) -> str:
         """The proof for a client with the same key that this agent has the key, too. "": this agent has no key."""
@@ -88,7 +97,7 @@ def prove(key: str, name: str, challenge: str) -> str:
     return _signature(key, f"agent {name} {challenge}")
 
 
-_INVITATION, _OWNER = "invitation", "owner {}"
+_INVITATION, _OWNER, _SCRAPER = "invitation", "owner {}", "scraper"
 
 
 def _sign(secret: str, what: str, now_unix_s: float) -> str:
@@ -113,7 +122,9 @@ def _are_same(given: str, known: str) -> bool:
 def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 - one return a kind of verb
     """The least right that a request for this path needs. SECURITY.md has the reasons."""
     match (method, *parts):
-        case ("GET", "metrics") | ("GET", "v1", "holdings" | "reports" | "status"):
+        case ("GET", "metrics"):
+            return Right.SCRAPER
+        case ("GET", "v1", "holdings" | "reports" | "status"):
             return Right.PEER
         case ("GET", "v1", "files", _) | ("GET", "v1", "unmanaged"):
             return Right.PEER

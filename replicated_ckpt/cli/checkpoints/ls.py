@@ -11,6 +11,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import (
     CheckpointSeen,
     advise,
+    describe_damaged_manifests,
     describe_newer,
     describe_totals,
     find_needed,
@@ -24,14 +25,15 @@ from replicated_ckpt.cli.look.given_root import (
     add_root_argument,
     add_start_argument,
     describe_memory_tier,
+    name_root,
     open_store_of,
+    refuse_no_store,
 )
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import say_if_slow
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.printing import add_output_argument
-from replicated_ckpt.environment import ROOT_ENV
-from replicated_ckpt.errors import ConfigInvalid, StoreError
+from replicated_ckpt.errors import StoreError
 from replicated_ckpt.node.peers.watch import describe_silence
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, AgentUnavailable: as `open_store_of`. StoreError: the node's store or the bucket
             cannot be read. The table of the nodes is printed before an error of the bucket.
     """
-    if arguments.root is None:
+    if arguments.root is None and not arguments.nodes:
         return _list_bucket_alone(arguments)
     store = open_store_of(arguments)
     seen = look_at_nodes(store, open_book(store, arguments.nodes))
@@ -96,9 +98,8 @@ def _list_bucket_alone(arguments: argparse.Namespace) -> int:
 
 def name_bucket_alone(arguments: argparse.Namespace) -> ObjectTarget:
     """As `name_bucket`, for a command without `--root`. Raises ConfigInvalid: there is no `--object-store`, either."""
-    if arguments.object_store is None or arguments.nodes or arguments.start_agents:
-        hint = f"Name a node's store with --root or {ROOT_ENV}, or a bucket alone with --object-store."
-        raise ConfigInvalid("No store was named.", hint)
+    if arguments.object_store is None or arguments.start_agents:
+        raise refuse_no_store(otherwise=", or a bucket alone with --object-store")
     return name_bucket(arguments.object_store, None)
 
 
@@ -132,7 +133,7 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
     staged = [asdict(save) for save in list_staged_saves(store)]
     document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged}
     document |= {
-        "conflicting_runs": describe_conflicting_runs(rows, seen, store.root),
+        "conflicting_runs": describe_conflicting_runs(rows, seen, name_root(store)),
         "memory_tier": describe_memory_tier(store),
     }
     document |= {"newer_format": seen.newer}
@@ -148,16 +149,13 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     staged = list_staged_saves(store)
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save, seen)}")
-    listed = {row.checkpoint_id for row in rows if row.save_id}
-    for one in seen.unclaimed:
-        # A damaged manifest on one of several nodes takes no copy away, so the row does not show it.
-        if one.is_ours and one.checkpoint_id in listed:
-            print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
-    steps = [step for save in staged for step in advise_on_in_doubt(save, seen, store.root)]
+    for line in describe_damaged_manifests(rows, seen):
+        print(line)
+    steps = [step for save in staged for step in advise_on_in_doubt(save, seen, name_root(store))]
     for line in [
-        *describe_conflicting_runs(rows, seen, store.root),
+        *describe_conflicting_runs(rows, seen, name_root(store)),
         *seen.describe_unreached(find_needed(rows, seen)),
         *steps,
-        *advise(rows, seen, store.root),
+        *advise(rows, seen, name_root(store)),
     ]:
         print(line)

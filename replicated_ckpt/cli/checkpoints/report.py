@@ -39,7 +39,7 @@ _KEPT = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest; also one that was removed since")
-    add_root_argument(parser)
+    add_root_argument(parser, required=False)
     parser.add_argument(
         "--trace",
         metavar="FILE",

@@ -21,7 +21,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     see_with_unclaimed_files,
 )
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
-from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
+from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, name_root, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.cli.printing import add_output_argument
@@ -50,10 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not."""
-    if arguments.root is None:
+    if arguments.root is None and not arguments.nodes:
         return _show_in_bucket(arguments)
     if arguments.object_store is not None:
-        raise ConfigInvalid("--object-store shows a bucket alone.", f"Leave out --root, and unset {ROOT_ENV}.")
+        raise ConfigInvalid(
+            "--object-store shows a bucket alone.", f"Leave out --root and --nodes, and unset {ROOT_ENV}."
+        )
     store = open_store_of(arguments)
     seen = look_at_nodes(store, open_book(store, arguments.nodes))
     arguments.id = find_id(store, arguments.id, seen)
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             for other, save in known:
                 if other is row:
                     print(_describe(row, save, seen))
-        for line in [*seen.describe_unreached(), *advise(rows, seen, store.root)]:
+        for line in [*seen.describe_unreached(), *advise(rows, seen, name_root(store))]:
             print(line)
     if not rows[0].save_id or not known:
         return ExitCode.FAILED

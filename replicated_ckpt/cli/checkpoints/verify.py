@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import Audit
@@ -22,7 +23,7 @@ from replicated_ckpt.cli.look.checkpoints import (
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
-from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, open_store_of
+from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, name_root, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
 from replicated_ckpt.cli.printing import Colour, add_output_argument, paint
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, AgentUnavailable: as `open_store_of`. StoreError: the node's store or the bucket
             cannot be read. The findings on the nodes are printed before an error of the bucket.
     """
-    if arguments.root is None:
+    if arguments.root is None and not arguments.nodes:
         return _verify_bucket_alone(arguments)
     store = open_store_of(arguments)
     peers = open_book(store, arguments.nodes)
@@ -217,7 +218,7 @@ def exit_code(audit: Audit) -> ExitCode:
         return ExitCode.SHARD_LOST
     if not audit.is_intact:
         return ExitCode.FAILED
-    return ExitCode.UNREACHABLE if audit.unreachable else ExitCode.OK
+    return ExitCode.UNREACHABLE if audit.unreachable or audit.not_asked else ExitCode.OK
 
 
 def as_json(audit: Audit) -> dict[str, Any]:
@@ -227,6 +228,7 @@ def as_json(audit: Audit) -> dict[str, Any]:
         "nodes": [{"node_id": found.node_id, "bytes_read": found.bytes_read} for found in audit.readings],
         "findings": [finding.to_json() for finding in audit.findings],
         "unreachable": list(audit.unreachable),
+        "not_asked": list(audit.not_asked),
         "plan": audit.plan.to_json(),
     }
 
@@ -239,14 +241,17 @@ def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, 
         print(describe_short(short))
     for action in audit.plan.actions:
         print(f"repair would do: {action}")
+    if audit.plan.actions:
+        repair = f"`replicated-ckpt repair --root {quote(str(name_root(store)))}`"
+        print(f"next step: {repair} does this now. Agents that run also do it, within minutes")
     rows = list_checkpoints(seen)
     for row in rows:
-        if seen.unreached.keys() & set(row.not_reached):
+        if (seen.unreached.keys() | set(audit.not_asked)) & set(row.not_reached):
             print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
     for line in [
-        *describe_conflicting_runs(rows, seen, store.root),
+        *describe_conflicting_runs(rows, seen, name_root(store)),
         *seen.describe_unreached(),
-        *advise(rows, seen, store.root),
+        *advise(rows, seen, name_root(store)),
     ]:
         print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
@@ -283,6 +288,8 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
         return paint("NOT intact", Colour.RED)
     if audit.silent:
         return f"all that was read is intact; {plural(len(audit.silent), 'node')} did not answer"
+    if audit.not_asked:
+        return f"all that was read is intact; {plural(len(audit.not_asked), 'other node')} of it not asked"
     if audit.checkpoint_ids:
         return paint("intact", Colour.GREEN)
     return "no checkpoint with a manifest that this version reads" if has_others else "no checkpoint to verify"
@@ -291,6 +298,7 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
 def see_audit(store: LocalStore, audit: Audit, peers: PeerBook | None = None) -> NodesSeen:
     held = {found.node_id: found.held for found in audit.readings}
     peers = PeerBook(store.root_agent_directory()) if peers is None else peers
-    addresses = {peer.node_id: peer for peer in peers.read_all()}
+    addresses = {peer.node_id: peer for peer in (*peers.read_all(), *audit.silent)}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
-    return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)
+    forgotten = peers.read_forgotten() - addresses.keys()
+    return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests, forgotten)

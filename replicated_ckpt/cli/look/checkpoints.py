@@ -15,6 +15,7 @@ from replicated_ckpt.cli.look.nodes import (
     advise_on_unknown_nodes,
     describe_spare,
     look_at_nodes,
+    on_each_host,
 )
 from replicated_ckpt.cli.look.progress import format_moment, format_table
 from replicated_ckpt.cli.printing import Colour, paint
@@ -30,6 +31,7 @@ from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     CheckpointNotFound,
+    ConfigInvalid,
     ManifestVersionUnknown,
     MetadataUnsafe,
     PeerProtocolError,
@@ -126,7 +128,8 @@ class CheckpointSeen:
         unknown = [node for node in self.not_reached if node not in seen.unreached]
         why = f": {seen.list_names(silent)} not reached" if silent else ""
         if unknown and not silent:
-            why = f": this node has no address of {seen.list_names(unknown)}"
+            names = seen.list_names(unknown)
+            why = f": this node has no address of {names}" if seen.has_own else f": {names} was not asked"
         if self.state in (NOT_SEEN, LOST, OVERWRITTEN):
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
             what = f"{OVERWRITTEN} by another run" if self.state == OVERWRITTEN else self.state
@@ -225,7 +228,7 @@ def see_with_unclaimed_files(save: SaveFound, manifest: Manifest, seen: NodesSee
     members = {node for entry in manifest.shards.values() for node in entry.holders}
     completed = replace(save, holdings=(*save.holdings, *more))
     # Includes nodes that were not asked, because this node has no address of them.
-    silent = members - seen.holdings_by_node.keys()
+    silent = members - seen.holdings_by_node.keys() - seen.forgotten
     return see_save(completed, manifest, seen.holdings_by_node.keys(), silent, {holding.node_id for holding in more})
 
 
@@ -240,7 +243,8 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
     assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
     silent = {node for name in short for node in assumed[name]}
-    if missing:  # any silent node may have received a copy since the save
+    meant = {node for name in short & save.manifest.shards.keys() for node in save.manifest.shards[name].holders}
+    if missing or meant & seen.forgotten:  # any silent node may have received a copy since the save
         silent |= seen.unreached.keys()
     may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
@@ -369,7 +373,7 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
     by_id = Counter(row.checkpoint_id for row in rows)
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
     wanted = without_superseded(rows)
-    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
+    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, seen, root) for row in wanted if row.state == LOST]
     short = [row for row in wanted if row.state in (SHORT, NOT_SEEN)]
     silent = {node for row in short for node in row.not_reached}
     needed = find_needed(rows, seen)
@@ -393,20 +397,36 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
     )
 
 
-def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) -> str:
-    may_be_in_bucket = row.bucket in ("there", "unknown")
-    where = f"--root {quote(str(root))}"
+def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, seen: NodesSeen, root: Path) -> str:
+    where, may_be_in_bucket = f"--root {quote(str(root))}", row.bucket in ("there", "unknown")
+    manifest = seen.manifests.get(row.save_id)
+    url = "its bucket" if manifest is None or manifest.upload is None else manifest.upload.url
     options = f" --save {row.save_id}" if has_other_version else ""
     options += " --keep-in-bucket" if may_be_in_bucket else ""
+    remove = f"replicated-ckpt rm {quote(row.checkpoint_id)} {where}{options}"
+    left = set(row.nodes) - set(row.removed_on)
+    is_partly_removed = seen.own_node in row.removed_on and bool(left)
     steps = [
         *([f"`replicated-ckpt repair {where}`, which combines the intact blocks of damaged copies"] * row.is_mendable),
-        *(["load it with its object_store"] * may_be_in_bucket),
+        *([f"load it with object_store={url!r}"] * may_be_in_bucket),
         'load an older checkpoint, as "latest" does',
         "bring back a disk that has the lost files",
-        f"remove it: `replicated-ckpt rm {quote(row.checkpoint_id)} {where}{options}`",
+        f"remove the rest of it on {seen.list_names(left)}: {on_each_host(seen, left, remove)}"
+        if is_partly_removed
+        else f"remove it: `{remove}`",
     ]
     other = ". Another version also has this name" if has_other_version else ""
     return f"next step for {row.checkpoint_id}: {'; or '.join(steps)}{other}"
+
+
+def describe_damaged_manifests(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str]:
+    """A line for each damaged manifest of a checkpoint that has good ones: it takes no copy away, so no row shows it."""
+    listed = {row.checkpoint_id for row in rows if row.save_id}
+    return [
+        f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it"
+        for one in seen.unclaimed
+        if one.is_ours and one.checkpoint_id in listed
+    ]
 
 
 _NOT_GOOD = {
@@ -438,7 +458,10 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
             "It is a plain directory on each node that has files of it. Load it and save it under a new id: the new "
             "save has copies and checksums.",
         )
-    listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`"
+    if Newest.parse(checkpoint_id) and (newest := choose_id(checkpoint_id, list_checkpoints(seen))):
+        message = f"The command takes the id of a checkpoint, not {checkpoint_id!r}."
+        return ConfigInvalid(message, f"The newest one that can be loaded is {newest!r}.")
+    listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`" if seen.has_own else "`ls` with the same --nodes"
     hint = f"{listing} lists the checkpoints, and the nodes that were not reached.{otherwise}"
     unreached = seen.describe_unreached()
     where = f" Not reached: {'; '.join(unreached)}." if unreached else ""

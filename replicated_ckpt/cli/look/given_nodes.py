@@ -19,11 +19,12 @@ from replicated_ckpt.config import parse_ports
 from replicated_ckpt.environment import OWNER_KEY_ENV, PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, StoreDenied, StoreUnavailable
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore, NoStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import HOST_PATTERN, PROGRESS_TIMEOUT_S, AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.reach import reach_hint
 from replicated_ckpt.stores.peer.tls import is_loopback, is_network_trusted, is_plain_allowed, pin_name
+from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line
 
 _ORIGIN = "--nodes"
@@ -37,7 +38,7 @@ def add_nodes_argument(parser: argparse.ArgumentParser) -> None:
         type=_parse_places,
         default=(),
         metavar="HOSTS",
-        help=f"also ask the agents at HOST[:PORT],...; an unknown one needs {OWNER_KEY_ENV}",
+        help=f"also ask the agents at HOST[:PORT],...; without --root, only those. An unknown one needs {OWNER_KEY_ENV}",
     )
 
 
@@ -61,17 +62,21 @@ def _parse_place(text: str) -> _Place:
 
 
 def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
-    """The address book of the node, with the agents at `places`.
+    """The address book of the node, with the agents at `places`. One that does not answer is in it, without its id.
 
     Raises:
         ConfigInvalid: this node does not know one, and the user has no key. StoreDenied: it does not have the same key.
-        StoreUnavailable: it does not answer.
+        StoreUnavailable, AgentUnavailable: none of them answers, and the command has no other node to ask.
     """
     directory, own = store.root_agent_directory(), store.read_node_id()
     known = PeerBook(directory).read_all()
-    unknown = [place for place in places if not (_knows(known, *place) or _is_own(directory, *place))]
-    given = [_introduce(host, port) for host, port in unknown]
-    return PeerBook(directory, [peer for peer in given if peer.node_id != own])
+    has_own = not isinstance(store, NoStore)
+    unknown = [place for place in places if not (_knows(known, *place) or (has_own and _is_own(directory, *place)))]
+    met = FanOut.run([_locate(*place) for place in unknown], _introduce)
+    for error in met.errors.values():
+        if not isinstance(error, StoreUnavailable | AgentUnavailable) or not (has_own or met.results):
+            raise error
+    return PeerBook(directory, [peer for peer in met.results.values() if peer.node_id != own], met.errors)
 
 
 def _knows(known: Sequence[AgentAddress], host: str, port: int | None) -> bool:
@@ -103,18 +108,25 @@ def _resolve(host: str) -> Collection[str]:
         return ()  # a node's id, or a name that only the address book has
 
 
-def _introduce(host: str, port: int | None) -> AgentAddress:
-    """Asks an unknown agent who it is. Both sides show that they have the user's key; neither sends it."""
-    key, where = read_owner_key(), host if port is None else f"{host}:{port}"
-    if not key:
-        raise ConfigInvalid(f"This node does not know a node at {where}, so it has no token for its agent.", _KEY_HINT)
+def _locate(host: str, port: int | None) -> AgentAddress:
+    """The place of an unknown agent, by its host and port until it has answered who it is. Raises ConfigInvalid"""
     ports = parse_ports(os.environ.get(PORT_ENV, ""))
     if port is None and len(ports) != 1:
         hint = (
             f"Name it, as {host}:29600: the log of the agent, ROOT/.agent/log, has it. Or set {PORT_ENV} here as there."
         )
         raise ConfigInvalid(f"The port of the agent on {host} is unknown.", hint)
-    unknown = AgentAddress("unknown", host, port or ports[0], "", origin=_ORIGIN)
+    there = port or ports[0]
+    return AgentAddress(f"{host}:{there}", host, there, "", origin=_ORIGIN)
+
+
+def _introduce(unknown: AgentAddress) -> AgentAddress:
+    """Asks an unknown agent who it is. Both sides show that they have the user's key; neither sends it."""
+    key, where = read_owner_key(), unknown.node_id
+    if not key:
+        raise ConfigInvalid(
+            f"No address book here has a node at {where}, so there is no token for its agent.", _KEY_HINT
+        )
     address = replace(unknown, tls_sha256=_find_certificate(unknown))
     address = as_owner(address, key)
     challenge = secrets.token_hex(16)

@@ -40,7 +40,7 @@ from replicated_ckpt.stores.local.directories.roots import (
     find_stores_within,
 )
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore, NoStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural
@@ -226,11 +226,15 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def open_store_of(arguments: argparse.Namespace) -> LocalStore:
-    """The store under `--root`, its agent running if `--start-agents` asks for that.
+    """The store under `--root`, its agent running if `--start-agents` asks for that. A NoStore with `--nodes` alone.
 
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreDenied, AgentUnavailable
     """
+    if arguments.root is None:
+        if not arguments.nodes or arguments.start_agents or getattr(arguments, "own_agent", False):
+            raise refuse_no_store()
+        return NoStore()
     store = open_store(arguments.root)
     if arguments.start_agents:
         start_agent(store)
@@ -239,6 +243,17 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
             for problem in start_other_agents(store, shlex.split(arguments.rsh)):
                 print(problem, file=sys.stderr)
     return store
+
+
+def refuse_no_store(*, otherwise: str = "") -> ConfigInvalid:
+    """The error of a command that names no store. `otherwise`: what else it may name."""
+    hint = f"Name a node's store with --root or {ROOT_ENV}, or agents with --nodes{otherwise}."
+    return ConfigInvalid("No store was named.", hint)
+
+
+def name_root(store: LocalStore) -> Path:
+    """The root as next steps name it."""
+    return Path("ROOT") if isinstance(store, NoStore) else store.root
 
 
 def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:

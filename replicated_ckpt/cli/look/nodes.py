@@ -25,7 +25,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.manifests import ManifestBook
 from replicated_ckpt.node.peers.watch import NodeHoldings, describe_silence, parse_node_holdings, runs_no_agent
 from replicated_ckpt.node.state.damage import DamageBook
-from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
+from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, NoStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -48,6 +48,13 @@ class NodesSeen:
     unreached: Mapping[str, ReplicatedCkptError]
     manifests: Mapping[str, Manifest]
     """By save id, the manifests of the saves on the nodes that answered."""
+    forgotten: frozenset[str] = frozenset()
+    """The nodes that a user has forgotten: what they held is lost, and no advice waits for them."""
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the command has a node's own store. False: it asks other nodes alone."""
+        return self.own_node in self.holdings_by_node
 
     @property
     def holdings(self) -> list[Holding]:
@@ -181,7 +188,7 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
     def look(node: str) -> NodeHoldings:
         return _look_at_own(store, own, asks=asks_own) if node == own else _ask(addresses[node])
 
-    outcome = FanOut.run([own, *addresses], look)
+    outcome = FanOut.run([*([] if isinstance(store, NoStore) else [own]), *addresses], look)
     if own in outcome.errors:
         raise outcome.errors[own]
     held, book = dict(outcome.results), ManifestBook(store, own, peers)
@@ -190,7 +197,10 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
         # Retention may have removed the save while the first look waited for a silent node.
         held |= FanOut.run(outcome.results, look).results
         manifests = book.of([found.view_of(node) for node, found in held.items()])
-    return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
+    unanswered = {address.node_id: error for address, error in peers.unanswered.items()}
+    addresses |= {address.node_id: address for address in peers.unanswered}
+    unreached, forgotten = {**outcome.errors, **unanswered}, peers.read_forgotten() - addresses.keys()
+    return NodesSeen(own, held, addresses, unreached, manifests, forgotten)
 
 
 def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
@@ -267,6 +277,8 @@ def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies
     if nodes and len(seen.holdings_by_node) < copies_wanted:
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
         names = seen.list_names(nodes)
+        if len(nodes) > 1:
+            return [f"if {names} never come back: run the job with as many new nodes, which receive the copies; {room}"]
         return [
             f"if {names} never comes back: run the job with a new node in its place, which receives the copies; {room}"
         ]
@@ -290,4 +302,6 @@ def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
     if not unknown:
         return []
     names = seen.list_names(unknown)
+    if not seen.has_own:
+        return [f"next step: {names} was not asked: name its agent with --nodes, too"]
     return [f"next step: this node has no address of {names}: a save or load with ranks on both nodes adds it"]

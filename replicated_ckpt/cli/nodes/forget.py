@@ -7,8 +7,8 @@ from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints, list_unmanaged
-from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, repeat_command, start_agent
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         is_missed = not forgotten and node in find_needed(rows, seen)
         _print(seen, node, losses, in_doubt, is_done=is_done, is_missed=is_missed, root=str(store.root))
+        if is_done:
+            print(_describe_next(seen, node, repeat_command(arguments, store)))
     return ExitCode.OK if is_done else ExitCode.FAILED
 
 
@@ -126,4 +128,13 @@ def _print(
             f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` aborts saves that are in doubt "
             "only because of it"
         )
-    print("next step: run the same command on the other nodes. A job with ranks on that node adds it again")
+
+
+def _describe_next(seen: NodesSeen, node: str, again: str) -> str:
+    """Each node has an address book of its own."""
+    others = (seen.holdings_by_node.keys() | seen.unreached.keys()) - {seen.own_node, node}
+    back = "A job with ranks on the forgotten node adds it again"
+    if not others:
+        return f"no other node is known. {back}"
+    names, run = seen.list_names(others), on_each_host(seen, others, again)
+    return f"next step: run the same command on {names}, as by {run}. {back}"

@@ -12,6 +12,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     NOT_SEEN,
     SHORT,
     CheckpointSeen,
+    describe_damaged_manifests,
     describe_newer,
     find_needed,
     without_superseded,
@@ -93,7 +94,7 @@ def judge_health(
     root: Path,
 ) -> Health:
     """`agent`: the status of this node's agent. None without `why_down`: the agent has exited, as no job runs."""
-    is_idle = agent is None and not why_down
+    is_idle = seen.has_own and agent is None and not why_down
     # Agents that ranks started leave with them: then a refused connection is not a fault.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
     bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
@@ -112,6 +113,7 @@ def judge_health(
     ]
     notes = [_describe_idle(seen, idle, root)] if is_idle else []
     notes += describe_spare(seen, root, seen.unreached.keys() - needed - idle)
+    notes += describe_damaged_manifests(rows, seen)
     notes += _describe_diverged(rows, seen)
     notes += _describe_rejected(rows, root)
     found += [(ExitCode.FAILED, why) for why in degraded]
@@ -193,11 +195,11 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
             yield f"upload of {upload['checkpoint_id']} to {upload['url']} has failed since {since}: {upload['error']}"
 
 
-def describe_work(agent: Mapping[str, Any], *, is_good: bool) -> list[str]:
+def describe_work(agent: Mapping[str, Any], seen: NodesSeen, *, is_good: bool) -> list[str]:
     """The work of this node's agent: a line for re-protection and one for uploads, if there are any."""
     protection = agent["protection"]
     over = [f"node {node} lists more saves than this node reads at once" for node in protection.get("over_bound", ())]
-    return [*over, *_describe_protection(protection, is_good=is_good), *_describe_uploads(agent["object_store"])]
+    return [*over, *_describe_protection(protection, seen, is_good=is_good), *_describe_uploads(agent["object_store"])]
 
 
 def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
@@ -207,7 +209,7 @@ def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
         yield said + (f", {failing} failing" if failing else "")
 
 
-def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator[str]:
+def _describe_protection(found: Mapping[str, Any], seen: NodesSeen, *, is_good: bool) -> Iterator[str]:
     """`is_good`: every checkpoint has its copies now. The last round may have found otherwise."""
     if is_good:
         return
@@ -215,10 +217,12 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
         yield "re-protection: its first round has not run yet"
         return
     if found["is_complete"] or found["in_doubt"]:
-        yield (
-            "re-protection: waits for the nodes that do not answer, for the agent's --lost-after-s or --away-after-s, "
-            "then makes the copies"
-        )
+        # If all answer, the round did not yet see what this look has seen, or nothing can be done.
+        if seen.unreached:
+            yield (
+                "re-protection: waits for the nodes that do not answer, for the agent's --lost-after-s or "
+                "--away-after-s, then makes the copies"
+            )
         return
     planned = plural(found["planned"], "action")
     work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"

@@ -21,6 +21,7 @@ from replicated_ckpt.cli.look.given_root import (
     add_root_argument,
     add_start_argument,
     describe_memory_tier,
+    name_root,
     open_store_of,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
@@ -47,7 +48,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_root_argument(parser)
+    add_root_argument(parser, required=False)
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -160,7 +161,7 @@ class _State:
             "memory_tier": list(self.memory_tier),
             "agent": self.agent,
             "last_errors": list(self.errors),
-            "conflicting_runs": describe_conflicting_runs(self.rows, self.seen, store.root),
+            "conflicting_runs": describe_conflicting_runs(self.rows, self.seen, name_root(store)),
         }
 
     def text(self, store: LocalStore) -> str:
@@ -168,12 +169,12 @@ class _State:
         lines = [
             *self.health.lines,
             *self._next_steps(store),
-            *describe_conflicting_runs(self.rows, self.seen, store.root),
+            *describe_conflicting_runs(self.rows, self.seen, name_root(store)),
         ]
         lines += [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
         lines += [f"copies: {describe_totals(self.rows, self.seen, self.health.bad)}", *self.memory_tier]
         if self.agent is not None:
-            lines += describe_work(self.agent, is_good=not self.health.bad)
+            lines += describe_work(self.agent, self.seen, is_good=not self.health.bad)
         if self.health.found:
             columns = shutil.get_terminal_size((_LOG_COLUMNS, 0)).columns
             lines += [f"in the agent's log: {line}"[:columns] for line in self.errors]
@@ -182,15 +183,18 @@ class _State:
     def _next_steps(self, store: LocalStore) -> list[str]:
         if not self.health.found:
             return []
-        is_down = self.agent is None and not (self.is_silent or self.health.is_idle)
+        is_down = self.seen.has_own and self.agent is None and not (self.is_silent or self.health.is_idle)
         start = ["next step: --start-agents starts this node's agent, as does a save or a load"] if is_down else []
-        steps = [step for one in self.in_doubt for step in advise_on_in_doubt(one, self.seen, store.root)]
+        steps = [step for one in self.in_doubt for step in advise_on_in_doubt(one, self.seen, name_root(store))]
         rows = self.health.bad if self.health.is_idle else self.rows
-        return [*start, *steps, *advise_on_missing(rows, self.seen, store.root)]
+        return [*start, *steps, *advise_on_missing(rows, self.seen, name_root(store))]
 
     def _nodes(self) -> list[str]:
         own = self.seen.own_node
-        return [own, *sorted((self.seen.holdings_by_node.keys() | self.seen.unreached.keys()) - {own})]
+        return [
+            *([own] if self.seen.has_own else []),
+            *sorted((self.seen.holdings_by_node.keys() | self.seen.unreached.keys()) - {own}),
+        ]
 
     def _cells(self, node: str) -> tuple[str, str, str, str]:
         if node in self.seen.unreached:
@@ -216,7 +220,7 @@ def _look(store: LocalStore, peers: PeerBook) -> _State:
     seen = look_at_nodes(store, peers, asks_own=not is_silent)
     rows = list_checkpoints(seen)
     in_doubt = list_waiting(store, None if agent is None else agent["in_doubt"])
-    health = judge_health(seen, rows, agent, why_down, in_doubt, store.root)
+    health = judge_health(seen, rows, agent, why_down, in_doubt, name_root(store))
     errors = _read_last_errors(store, 0.0 if agent is None else time.time() - agent["uptime_s"])
     return _State(seen, rows, agent, is_silent, errors, health, in_doubt, describe_memory_tier(store))
 

@@ -3,7 +3,7 @@
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from shlex import quote
@@ -16,7 +16,7 @@ from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list
 from replicated_ckpt.cli.look.given_nodes import as_owner
 from replicated_ckpt.cli.look.given_root import add_root_argument, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
-from replicated_ckpt.cli.look.progress import say_if_slow
+from replicated_ckpt.cli.look.progress import say_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.manifest import metrics_of
@@ -98,6 +98,8 @@ class Remover:
     ) -> None:
         self._store, self._agent, self._target = store, agent, target
         self._freed_by_node = Counter[str]()
+        self._size_bytes, self._done_bytes = 0, 0
+        self._going_here: CheckpointSeen | None = None
         self._key, self._again = read_owner_key(), repeat_command(arguments, store)
         self._force, self._keeps_bucket = arguments.force, arguments.keep_in_bucket
         self.leaves_to_policies = False
@@ -156,17 +158,38 @@ class Remover:
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes the chosen saves, the oldest first. An error keeps only the versions of that checkpoint."""
         outcome = Removed()
-        for row in reversed(chosen):
-            # A newer version goes only after the older one, which would have the name again.
-            if row.checkpoint_id in outcome.kept:
-                continue
-            try:
-                self._remove(row, outcome)
-            except ReplicatedCkptError as exc:
-                outcome.kept[row.checkpoint_id] = str(exc)
+        self._size_bytes = sum(self._measure(row, node) for row in chosen for node in self._list_heeding(row))
+        with show_progress("removing", "removed", self._look_how_far):
+            for row in reversed(chosen):
+                # A newer version goes only after the older one, which would have the name again.
+                if row.checkpoint_id in outcome.kept:
+                    continue
+                try:
+                    self._remove(row, outcome)
+                except ReplicatedCkptError as exc:
+                    outcome.kept[row.checkpoint_id] = str(exc)
         if outcome.still_on:
             self._look_again(chosen, outcome)
         return outcome
+
+    def _list_heeding(self, row: CheckpointSeen) -> list[str]:
+        """The nodes that may remove their part: this one, and with the user's key the others that answered."""
+        own = self.seen.own_node
+        return [node for node in row.nodes if node == own or (self._key and node in self.seen.holdings_by_node)]
+
+    def _measure(self, row: CheckpointSeen, node: str) -> int:
+        version = (row.checkpoint_id, row.save_id)
+        held = [one for one in self.seen.holdings_by_node[node].holdings if (one.checkpoint_id, one.save_id) == version]
+        return sum(sum(one.sizes.values()) for one in held)
+
+    def _look_how_far(self) -> Mapping[str, tuple[int, int]]:
+        """For the thread that shows progress. Of this node's part it counts the files that its agent has removed so far."""
+        row, done_bytes = self._going_here, self._done_bytes
+        if row is not None:
+            with suppress(OSError, ReplicatedCkptError):
+                left = sum(self._store.catalog.look(row.checkpoint_id).sizes.values())
+                done_bytes += max(0, self._measure(row, self.seen.own_node) - left)
+        return {self.seen.own_node: (done_bytes, self._size_bytes)}
 
     def _look_again(self, chosen: Sequence[CheckpointSeen], outcome: Removed) -> None:
         """Looks at the other nodes again. Saves that no node has any more are removed from the bucket.
@@ -207,7 +230,9 @@ class Remover:
             for node in nodes:
                 book.setdefault(node, []).append(row.checkpoint_id)
         self._remove_from_bucket(row, is_last=not others and not silent, outcome=outcome)
+        self._going_here = row
         answer = self._ask_agent("/v1/remove", named)
+        self._going_here, self._done_bytes = None, self._done_bytes + self._measure(row, self.seen.own_node)
         for url, ids in outcome.removed_from.items():  # an upload that knew nothing of this may have ended meanwhile
             if row.checkpoint_id in ids:
                 self._remove_from(url, row)
@@ -256,6 +281,7 @@ class Remover:
     def _remove_on(self, node: str, row: CheckpointSeen, named: Mapping[str, Any], outcome: Removed) -> bool:
         """Has another node's agent remove the save. Returns whether nothing of the save is left there."""
         answer, there = self._ask_other(node, named, outcome), self.seen.holdings_by_node[node]
+        self._done_bytes += self._measure(row, node)
         if answer is None:
             return False
         # Files without a manifest may belong to another save, so the agent removes none of them.
@@ -269,9 +295,7 @@ class Remover:
         return True
 
     def _count_freed(self, row: CheckpointSeen, node: str, outcome: Removed) -> None:
-        version = (row.checkpoint_id, row.save_id)
-        held = [one for one in self.seen.holdings_by_node[node].holdings if (one.checkpoint_id, one.save_id) == version]
-        size_bytes = sum(sum(one.sizes.values()) for one in held)
+        size_bytes = self._measure(row, node)
         outcome.freed_bytes += size_bytes
         self._freed_by_node[node] += size_bytes
 

@@ -2,18 +2,20 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
-from replicated_ckpt.cli.look.given_root import add_root_argument, open_store
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, repeat_command
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
+from replicated_ckpt.cli.look.progress import say_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import slim_in_bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -21,7 +23,10 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal, slim
 from replicated_ckpt.wording import describe_bytes
 
-HELP = "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node."
+HELP = (
+    "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node, by `srun "
+    "--ntasks-per-node=1` or by the SSH command that it prints."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,13 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not (outcome.refused or arguments.dry_run):
         _drop(store, manifest, outcome)
         if target is not None:
-            with closing(open_client(target)) as client:
+            with say_if_slow(target.url), closing(open_client(target)) as client:
                 slim_in_bucket(Bucket(client), arguments.id, manifest.save_id)
             outcome.in_bucket = target.url
     if arguments.json:
         print(json.dumps({"dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
     else:
-        print("\n".join(_describe(outcome, manifest, store, seen, dry_run=arguments.dry_run)))
+        left = _describe_left(outcome, seen, repeat_command(arguments, store))
+        print("\n".join(_describe(outcome, manifest, store, left, dry_run=arguments.dry_run)))
     return ExitCode.FAILED if outcome.refused or outcome.kept or outcome.full_on else ExitCode.OK
 
 
@@ -114,29 +120,52 @@ def _list_full(manifest: Manifest, seen: NodesSeen) -> list[str]:
 
 
 def _drop(store: LocalStore, manifest: Manifest, outcome: Slimmed) -> None:
-    before = sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
-    is_slimmed = slim(store.root, manifest.checkpoint_id, manifest.save_id)
-    outcome.freed_bytes = before - sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
+    size_bytes, before = _measure_optimizer(store, manifest), _measure(store, manifest)
+
+    def look_how_far() -> Mapping[str, tuple[int, int]]:
+        done_bytes = 0
+        with suppress(OSError, ReplicatedCkptError):
+            done_bytes = before - _measure(store, manifest)
+        return {"": (done_bytes, size_bytes)}
+
+    with show_progress("removing", "removed", look_how_far):
+        is_slimmed = slim(store.root, manifest.checkpoint_id, manifest.save_id)
+    outcome.freed_bytes = before - _measure(store, manifest)
     if not is_slimmed and not manifest.is_slim:
         outcome.kept = "a load reads it, or its save has not ended on this node; run the command again later"
 
 
-def _describe(outcome: Slimmed, manifest: Manifest, store: LocalStore, seen: NodesSeen, *, dry_run: bool) -> list[str]:
+def _measure(store: LocalStore, manifest: Manifest) -> int:
+    return sum(store.catalog.look(manifest.checkpoint_id).sizes.values())
+
+
+def _measure_optimizer(store: LocalStore, manifest: Manifest) -> int:
+    """Bytes of the optimizer's files on this node."""
+    kept = manifest.shards if manifest.is_slim else manifest.slimmed().shards
+    sizes = store.catalog.look(manifest.checkpoint_id).sizes
+    return sum(size for shard, size in sizes.items() if shard in manifest.shards and shard not in kept)
+
+
+def _describe_left(outcome: Slimmed, seen: NodesSeen, again: str) -> list[str]:
+    """The other nodes that have all of it, and how the command runs there."""
+    if not outcome.full_on:
+        return []
+    run = on_each_host(seen, outcome.full_on, again)
+    return [f"still full on {seen.list_names(outcome.full_on)}", f"next step: run the same command there, as by {run}"]
+
+
+def _describe(
+    outcome: Slimmed, manifest: Manifest, store: LocalStore, left: Sequence[str], *, dry_run: bool
+) -> list[str]:
     name, names = outcome.checkpoint_id, ", ".join(outcome.dropped)
     if outcome.refused:
         return [
             f"refused: {name} {outcome.refused}; nothing was changed",
             *(["next step: `ls` lists the other checkpoints; --force slims this one all the same"] if names else []),
         ]
-    left = [f"still full on {seen.list_names(outcome.full_on)}: run the same command there"] if outcome.full_on else []
     if dry_run:
-        sizes = store.catalog.look(name).sizes
-        kept = manifest.shards if manifest.is_slim else manifest.slimmed().shards
-        size = sum(size for shard, size in sizes.items() if shard in manifest.shards and shard not in kept)
-        return [
-            f"would remove {names} of {name} (save {outcome.save_id}) from this node: {describe_bytes(size)}",
-            *left,
-        ]
+        size = describe_bytes(_measure_optimizer(store, manifest))
+        return [f"would remove {names} of {name} (save {outcome.save_id}) from this node: {size}", *left]
     if outcome.kept:
         return [f"kept: {name}: {outcome.kept}"]
     lines = [

@@ -53,10 +53,17 @@ class PeerBook:
     system lacks descriptors or memory to read it, all methods but `count` raise StoreError.
 
     `given`: addresses that the user of this process names. They are read like those of the file, and never stored.
+    `unanswered`: places that the user names as well, where no agent answered.
     """
 
-    def __init__(self, directory: Path, given: Sequence[AgentAddress] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        given: Sequence[AgentAddress] = (),
+        unanswered: Mapping[AgentAddress, ReplicatedCkptError] | None = None,
+    ) -> None:
         self._given = {peer.node_id: peer for peer in given}
+        self.unanswered = {} if unanswered is None else unanswered
         self._path = directory / _PEERS_NAME
         self.duplicate_nodes = DuplicateNodes()
         self._lock = threading.Lock()

@@ -501,3 +501,10 @@ class EmptyStore(LocalStore):
 
     def __init__(self) -> None:
         super().__init__("/proc/self/replicated-ckpt-nowhere")
+
+
+class NoStore(LocalStore):
+    """In place of this node's store, for a command that asks other nodes alone: a place that nothing can be written to."""
+
+    def __init__(self) -> None:
+        super().__init__("/proc/self/no-store")

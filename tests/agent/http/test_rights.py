@@ -155,6 +155,7 @@ def test_a_ticket_is_good_for_its_own_save_alone(agent: RunningAgent, two_saves:
 def test_each_verb_needs_the_right_that_is_listed(agent: RunningAgent, verb: str) -> None:
     """Each token is refused below the listed right, and not for lack of it from there on."""
     tokens = {
+        Right.SCRAPER: (agent.root / ".agent" / "metrics.token").read_text(),
         Right.PEER: agent.endpoint.token,
         Right.JOB: agent.endpoint.invitation(),
         Right.OWNER: agent.endpoint.owner_token,

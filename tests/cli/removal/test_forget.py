@@ -41,6 +41,11 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
             assert f"forgotten: this node no longer waits for host2 (node {gone})" in done.stdout
             assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").read_all()}
+            other = "host1" if store is nodes[0] else "host0"
+            again = f"replicated-ckpt forget host2 --root {store.root}"
+            assert f"next step: run the same command on {other}, as by `ssh {other} '{again}'`." in done.stdout
+            assert "host2" not in command("show", "step-1", "--root", store.root).stdout.partition("FILE")[2]
+            assert "host2" not in command("ls", "--root", store.root).stdout
         wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
         for name in (gone, "host2"):  # once more: the first one's answer may have been lost

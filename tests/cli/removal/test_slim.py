@@ -91,6 +91,7 @@ def test_another_node_has_it_still(stores: list[LocalStore], capsys: Capsys) -> 
         code, out = run(capsys, "slim", "step-1", "--root", stores[0].root)
         assert code == ExitCode.FAILED
         assert "still full on " in out
+        assert f"as by `ssh host1 'replicated-ckpt slim step-1 --root {stores[0].root}'`" in out, out
         assert run(capsys, "verify", "--root", stores[0].root)[0] == ExitCode.OK
         assert run(capsys, "repair", "--root", stores[0].root)[0] == ExitCode.OK
         assert contents(capsys, stores[0])["step-1"] == "weights"
