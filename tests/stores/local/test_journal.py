@@ -164,5 +164,5 @@ def test_a_save_is_given_up_where_the_note_cannot_be_written(
     (store.root / AGENT_DIR / "journal").mkdir()
     store.abort(SAVE)
     assert store.list_staged() == ()
-    assert "once all others answer" in caplog.text
+    assert "until all answer" in caplog.text
     assert said_of(store, SAVE) == Answer.ABSENT.value
