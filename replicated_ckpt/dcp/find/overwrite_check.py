@@ -48,8 +48,8 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         unreached.append("this node, which still publishes it")
     if unreached:
         raise CheckpointExists(
-            f"Checkpoint {checkpoint_id!r} exists, but not all of it was found. Missing: {missing}. It may be on a node or "
-            f"bucket that was not reached: {'; '.join(unreached)}.",
+            f"Checkpoint {checkpoint_id!r} exists, but not all of it was found. Missing: {missing}. A node or bucket that "
+            f"was not reached may have it: {'; '.join(unreached)}.",
             "Make these reachable again. Or replace the old checkpoint: save with ReplicatedWriter(..., overwrite=True).",
         )
 

@@ -228,13 +228,13 @@ class _Builder(Values):
         raise PickleUnsafe(f"describes {name[:_NAME_CHARACTERS]!r} as neither tensor nor object")
 
     def _check_positions(self, planner_data: Any) -> None:
-        """Checks that the lists which planners make of the paths are no longer than a checkpoint of this size can fill."""
+        """Bounds the depth of paths and the positions in them: a planner makes a list for the largest position."""
         last_by_list: dict[tuple[Any, ...], int] = {}
         for path in planner_data.values() if type(planner_data) is dict else ():
             if type(path) is tuple and len(path) > DEPTH_MAX:
                 raise PickleUnsafe(f"has a path of more than {DEPTH_MAX} parts")
             for depth, part in enumerate(path if type(path) is tuple else ()):
-                # A planner makes a list as long as the largest position: one path could ask for terabytes.
+                # The list is as long as the largest position: one path could ask for terabytes.
                 if type(part) is int and part > (last := last_by_list.get(path[:depth], -1)):
                     self._spend(part - last)
                     last_by_list[path[:depth]] = part
