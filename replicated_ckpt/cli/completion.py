@@ -13,12 +13,12 @@ LINES = {
     "fish": "replicated-ckpt completion fish | source",
 }
 """By shell, the line for its start file."""
-HELP = "Print the lines with which a shell completes this command."
+HELP = "Print the code with which a shell completes this command."
 _PROGRAM = "replicated-ckpt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=[*LINES], help="the shell that reads them. " + _describe_lines())
+    parser.add_argument("shell", choices=[*LINES], help="the shell that runs it. " + _describe_lines())
 
 
 def _describe_lines() -> str:

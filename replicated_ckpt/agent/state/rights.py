@@ -68,7 +68,7 @@ class Tokens:
 
     @property
     def scraper(self) -> str:
-        """The token of a scraper. It is derived, so it stays the same as long as the owner's."""
+        """The token of a scraper. It is derived from the owner's token, and changes only with it."""
         return _signature(self.owner, _SCRAPER) if self.owner else ""
 
     def prove(self, challenge: str) -> str:

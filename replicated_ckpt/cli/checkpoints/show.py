@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not."""
+    """Exit code: OK if every file of the checkpoint's newest save was seen; else SHARD_LOST, UNREACHABLE or FAILED."""
     if arguments.root is None and not arguments.nodes:
         return _show_in_bucket(arguments)
     if arguments.object_store is not None:

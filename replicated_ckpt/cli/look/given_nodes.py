@@ -62,11 +62,11 @@ def _parse_place(text: str) -> _Place:
 
 
 def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
-    """The address book of the node, with the agents at `places`. One that does not answer is in it, without its id.
+    """The address book of the node, with the agents at `places`. An agent that does not answer is in it, without its id.
 
     Raises:
-        ConfigInvalid: this node does not know one, and the user has no key. StoreDenied: it does not have the same key.
-        StoreUnavailable, AgentUnavailable: none of them answers, and the command has no other node to ask.
+        ConfigInvalid: the address book lacks one of them, and the user has no key. StoreDenied: an agent does not have the
+            same key. StoreUnavailable, AgentUnavailable: no agent answers, and the command has no other node to ask.
     """
     directory, own = store.root_agent_directory(), store.read_node_id()
     known = PeerBook(directory).read_all()
@@ -109,7 +109,7 @@ def _resolve(host: str) -> Collection[str]:
 
 
 def _locate(host: str, port: int | None) -> AgentAddress:
-    """The place of an unknown agent, by its host and port until it has answered who it is. Raises ConfigInvalid"""
+    """An unknown agent's address, with host and port in place of its id. Raises ConfigInvalid: its port is unknown."""
     ports = parse_ports(os.environ.get(PORT_ENV, ""))
     if port is None and len(ports) != 1:
         hint = (
@@ -121,7 +121,7 @@ def _locate(host: str, port: int | None) -> AgentAddress:
 
 
 def _introduce(unknown: AgentAddress) -> AgentAddress:
-    """Asks an unknown agent who it is. Both sides show that they have the user's key; neither sends it."""
+    """Asks an unknown agent for its identity. Both sides prove that they have the user's key, and neither sends it."""
     key, where = read_owner_key(), unknown.node_id
     if not key:
         raise ConfigInvalid(

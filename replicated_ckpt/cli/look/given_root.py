@@ -226,10 +226,10 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def open_store_of(arguments: argparse.Namespace) -> LocalStore:
-    """The store under `--root`, its agent running if `--start-agents` asks for that. A NoStore with `--nodes` alone.
+    """The store under `--root`. With `--start-agents` its agent runs afterwards. With `--nodes` alone, a NoStore.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreDenied, AgentUnavailable
+        CheckpointNotFound, ConfigInvalid, StoreDenied, StoreError: as `open_store`. AgentUnavailable: no agent can start.
     """
     if arguments.root is None:
         if not arguments.nodes or arguments.start_agents or getattr(arguments, "own_agent", False):

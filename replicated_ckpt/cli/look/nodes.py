@@ -49,7 +49,7 @@ class NodesSeen:
     manifests: Mapping[str, Manifest]
     """By save id, the manifests of the saves on the nodes that answered."""
     forgotten: frozenset[str] = frozenset()
-    """The nodes that a user has forgotten: what they held is lost, and no advice waits for them."""
+    """The nodes that a user has removed by `forget`. Their files count as lost, and no advice waits for them."""
 
     @property
     def has_own(self) -> bool:

@@ -93,9 +93,12 @@ def judge_health(
     in_doubt: Sequence[WaitingSave],
     root: Path,
 ) -> Health:
-    """`agent`: the status of this node's agent. None without `why_down`: the agent has exited, as no job runs."""
+    """The verdict. `agent`: the status of this node's agent, if it answers.
+
+    If `agent` is None and `why_down` is "", the agent has exited because no job runs.
+    """
     is_idle = seen.has_own and agent is None and not why_down
-    # Agents that ranks started leave with them: then a refused connection is not a fault.
+    # Agents that ranks started exit after them. A refused connection is not a fault then.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
     bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
     needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}

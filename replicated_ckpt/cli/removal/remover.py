@@ -158,10 +158,10 @@ class Remover:
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes the chosen saves, the oldest first. An error keeps only the versions of that checkpoint."""
         outcome = Removed()
-        self._size_bytes = sum(self._measure(row, node) for row in chosen for node in self._list_heeding(row))
+        self._size_bytes = sum(self._measure(row, node) for row in chosen for node in self._list_removing(row))
         with show_progress("removing", "removed", self._look_how_far):
             for row in reversed(chosen):
-                # A newer version goes only after the older one, which would have the name again.
+                # If an older version stays, so do the newer ones: without them it would get the name back.
                 if row.checkpoint_id in outcome.kept:
                     continue
                 try:
@@ -172,7 +172,7 @@ class Remover:
             self._look_again(chosen, outcome)
         return outcome
 
-    def _list_heeding(self, row: CheckpointSeen) -> list[str]:
+    def _list_removing(self, row: CheckpointSeen) -> list[str]:
         """The nodes that may remove their part: this one, and with the user's key the others that answered."""
         own = self.seen.own_node
         return [node for node in row.nodes if node == own or (self._key and node in self.seen.holdings_by_node)]
@@ -233,7 +233,7 @@ class Remover:
         self._going_here = row
         answer = self._ask_agent("/v1/remove", named)
         self._going_here, self._done_bytes = None, self._done_bytes + self._measure(row, self.seen.own_node)
-        for url, ids in outcome.removed_from.items():  # an upload that knew nothing of this may have ended meanwhile
+        for url, ids in outcome.removed_from.items():  # an upload in progress may have put it back meanwhile
             if row.checkpoint_id in ids:
                 self._remove_from(url, row)
         if answer["why"]:

@@ -147,7 +147,7 @@ def _measure_optimizer(store: LocalStore, manifest: Manifest) -> int:
 
 
 def _describe_left(outcome: Slimmed, seen: NodesSeen, again: str) -> list[str]:
-    """The other nodes that have all of it, and how the command runs there."""
+    """Lines with the other nodes that still have the full save, and the command for them."""
     if not outcome.full_on:
         return []
     run = on_each_host(seen, outcome.full_on, again)
