@@ -272,7 +272,7 @@ def test_the_rest_of_a_checkpoint_is_removed_where_it_is() -> None:
     """After `rm` on this node, the same command here would change nothing."""
     row = replace(seen_as(LOST), nodes=("m",), removed_on=("n",))
     (line,) = advise([row], NodesSeen("n", {}, {"m": AgentAddress("m", "host1", 1, "")}, {}, {}), Path("/r"))
-    assert line.endswith("or remove the rest of it, on host1, as by `ssh host1 'replicated-ckpt rm step-1 --root /r'`")
+    assert line.endswith("or remove the rest of it on host1: `ssh host1 'replicated-ckpt rm step-1 --root /r'`")
 
 
 def test_several_lost_nodes_are_replaced_by_as_many() -> None:
