@@ -194,7 +194,8 @@ def descriptors_of_saves(context: Context, saves: int) -> list[int]:
 
 def connections_of_kept_writers(context: Context, saves: int) -> list[int]:
     """The number of ranks' connections to this node's agent after each save. A new writer is kept for each save."""
-    counts, writers = [], [ReplicatedWriter(context.root) for _ in range(saves)]
+    counts: list[int] = []
+    writers = [ReplicatedWriter(context.root) for _ in range(saves)]
     for number, writer in enumerate(writers):
         state = {f"rank{context.rank}": torch.ones(1 << 18)}
         future = dcp.async_save(state, checkpoint_id=f"step-{number}", storage_writer=writer)
