@@ -53,13 +53,19 @@ def lightning_trainer() -> None:
 
 
 def accelerate_loop() -> None:
-    """Accelerate: ReplicatedAccelerator for Accelerator. The loop looks for `checkpoint-<step>` in the root itself."""
+    """Accelerate: ReplicatedAccelerator for Accelerator, `load_state()` for the folder of the highest number."""
     from ckpt_chaos.targets import accelerate_loop as target
 
     from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
-    root = _root().parent
-    target.Accelerator = partial(ReplicatedAccelerator, replicated_root=root, writer_options=_writer_options())
+    made: list[ReplicatedAccelerator] = []
+
+    def make(**arguments: Any) -> ReplicatedAccelerator:
+        made.append(ReplicatedAccelerator(**arguments, replicated_root=_root(), writer_options=_writer_options()))
+        return made[0]
+
+    target.Accelerator = make
+    target.latest_checkpoint = lambda out: made[0].load_state()  # the program loads this name again
     target.main()
 
 
