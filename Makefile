@@ -13,6 +13,7 @@
 #   make megatron                                    installs Megatron-Bridge for CPUs, and runs our manager in it
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
 #   make chaos [ARGS="--ways manager --points 8"]       ckpt-chaos kills two ranks at each file event: stock DCP and ours, a table
+#   make chaos-bench [ARGS="--targets hf_trainer"]      ckpt-chaos' own programs with our class for each framework, a table
 #   make compat [ARGS="2.13.0 2.15.0"]                 checkpoints written under each version of torch, read under all
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make docs                                          the documentation's site into build/site; a warning is an error
@@ -44,7 +45,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image sbom chaos
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist image sbom chaos chaos-bench frameworks-installed
 .DEFAULT_GOAL := test
 
 # A test reads the site in a browser: `docs` builds it.
@@ -85,10 +86,15 @@ bench-bucket: $(STAMP)
 bench-planning: $(STAMP)
 	@$(BIN)/python -m benchmarks.planning $(ARGS)
 
+chaos-bench: frameworks-installed
+	@$(BIN)/python -m tests.referee.chaos.bench $(ARGS)
+
 # The extra wants an older fsspec and s3fs than those that are pinned.
-frameworks: $(STAMP)
+frameworks-installed: $(STAMP)
 	@grep -vE '^(fsspec|s3fs)==' $(VENV)/constraints.txt > $(VENV)/constraints-frameworks.txt
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints-frameworks.txt -e '.[frameworks,s3]'
+
+frameworks: frameworks-installed
 	@$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 # Each version of torch in an environment of its own; none of ours is needed.

@@ -1,9 +1,9 @@
 """Records what this process tells the file system below one directory: every call, in order, with its bytes.
 
-It replaces the functions of `os` (which `pathlib` and `shutil` call) and the exchange of names, which goes through
-ctypes. A call is made and noted under one lock, so the order in the log is the order in which the calls were made, also
-of several threads. What it cannot note is refused with an AssertionError: opening a file for writing through `io.open`,
-and calls that no part of the store makes. `test_recorder.py` holds the log against strace and against the real tree.
+It replaces the functions of `os` (which `pathlib` and `shutil` call) and `renameat2`, which goes through ctypes. A call
+is made and noted under one lock, so the order in the log is the order in which the calls were made, also of several
+threads. What it cannot note is refused with an AssertionError: opening a file for writing through `io.open`, and calls
+that no part of the store makes. `test_recorder.py` holds the log against strace and against the real tree.
 """
 
 import builtins
@@ -59,7 +59,8 @@ class Recorder(Places):
             self._patches.enter_context(mock.patch.object(os, name, wrapper))
         for module in (io, builtins):
             self._patches.enter_context(mock.patch.object(module, "open", self._reading_only(io.open)))
-        self._patches.enter_context(mock.patch.object(durable, "exchange", self._exchange(durable.exchange)))
+        renameat2 = self._renameat2(durable._renameat2)
+        self._patches.enter_context(mock.patch.object(durable, "_renameat2", renameat2))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,19 +204,22 @@ class Recorder(Places):
         call = "rename", self._named(old), self._named(new)
         self._done(Names("rename", ((old, None), (new, self.live.lookup(old)))), *call)
 
-    def _exchange(self, real: Callable[[Path, Path], bool]) -> Callable[[Path, Path], bool]:
-        def exchanged(first: Path, second: Path) -> bool:
+    def _renameat2(self, real: Callable[[Path, Path, int], bool]) -> Callable[[Path, Path, int], bool]:
+        def renamed(first: Path, second: Path, flags: int) -> bool:
             with self._lock:
                 one, other = self._entry(first, None), self._entry(second, None)
-                if not real(first, second):
+                if not real(first, second, flags):
                     return False
+                if flags == durable._RENAME_NOREPLACE:
+                    self._moved((one, other))
+                    return True
                 assert one is not None, f"{first} is not known"
                 assert other is not None, f"{second} is not known"
                 changes = (one, self.live.lookup(other)), (other, self.live.lookup(one))
                 self._done(Names("exchange", changes), "exchange", self._named(one), self._named(other))
                 return True
 
-        return exchanged
+        return renamed
 
     def _link(self, real: Callable[..., None]) -> Callable[..., None]:
         def linked(source: Any, target: Any, *, src_dir_fd: int | None = None, follow_symlinks: bool = True) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from tests.harness.processes import end
+from tests.harness.zygote import stop_the_zygotes
+from tests.referee.chaos.forking import forker
 
-PROGRAM = Path(__file__).with_name("program.py")
-ROOT = PROGRAM.parents[3]
+CLIENT_FILE = Path(__file__).with_name("forked.py")
+ROOT = CLIENT_FILE.parents[3]
 WAYS = ("stock", "manager", "manager-async")
 VERDICTS = ("PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL", "CONTROL_FAIL")
 TIMEOUT_S = 3 * 3600
@@ -34,25 +36,17 @@ def judge(way: str, crash_rank: int, folder: Path, points: int, jobs: int) -> di
         f"{{out}}/{kept}",
         "--ckpt-ignore-size",
     ]
-    command += [
-        "--result-file",
-        "{out}/final-0.pt",
-        "--",
-        sys.executable,
-        str(PROGRAM),
-        "--save",
-        way,
-        "--out",
-        "{out}",
-    ]
+    command += ["--result-file", "{out}/final-0.pt", "--", sys.executable, "-S", str(CLIENT_FILE)]
+    command += ["--save", way, "--out", "{out}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "REPLICATED_CKPT_AGENT_IDLE_S": "2"}
-    environment["CKPT_CHAOS_CRASH_RANK"] = str(
-        crash_rank
-    )  # `run` of 0.1.8 leaves it out, and kills no other rank than 0
+    # `run` of 0.1.8 leaves it out, and kills no other rank than 0.
+    environment["CKPT_CHAOS_CRASH_RANK"] = str(crash_rank)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=environment, cwd=ROOT
-        )
+        with forker("tests.referee.chaos.program") as path:
+            environment["CHAOS_FORKER"] = path
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, env=environment, cwd=ROOT
+            )
     finally:
         for root in folder.glob("*/out/node-*"):
             end_agent(root)
@@ -90,6 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 failed |= way != "stock" and found.keys() != {"PASS"}
                 counts = " | ".join(str(found.get(verdict, 0)) for verdict in VERDICTS[:4])
                 print(f"| {way} | rank {rank} | {sum(found.values())} | {counts} |", flush=True)
+    stop_the_zygotes()
     return int(failed)
 
 
