@@ -127,7 +127,7 @@ def test_an_asynchronous_save_of_many_tensors_brings_no_full_collection_about(ro
 
 
 @pytest.mark.parametrize("threshold", [0, 700])
-def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) -> None:
+def test_collections_that_a_user_disabled_stay_off(tmp_path: Path, threshold: int) -> None:
     """Where the user has disabled garbage collection, saves and loads leave it disabled and keep its threshold."""
     thresholds = gc.get_threshold()
     gc.disable()
@@ -142,7 +142,7 @@ def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) 
         gc.set_threshold(*thresholds)
 
 
-def test_what_a_user_sets_during_a_pause_stays() -> None:
+def test_settings_of_a_user_during_a_pause_stay() -> None:
     """The end of a pause keeps the settings that the user changed during the pause."""
     thresholds = gc.get_threshold()
     try:

@@ -148,7 +148,6 @@ def test_the_warning_about_copies_has_one_text_per_root(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_last_one_saved_whatever_its_name_and_time(tmp_path: Path) -> None:
-    """ "latest" is the last checkpoint saved, whatever the names and file times."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     for seed, name in enumerate(["z", "b", "a"]):
         dcp.save(state(seed), checkpoint_id=name, storage_writer=writer)

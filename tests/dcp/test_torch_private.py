@@ -98,7 +98,7 @@ class Follower(dcp.FileSystemWriter):
 
 
 class FailingFollower(Follower):
-    """Its commit fails."""
+    """A follower whose commit fails."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         raise OSError("the commit")
@@ -119,7 +119,7 @@ class FollowingReader(dcp.FileSystemReader):
         return super().prepare_local_plan(plan)
 
 
-class Noting:
+class RecordingCollectives:
     """Collectives for a single process that record which operations are used."""
 
     def __init__(self) -> None:
@@ -140,24 +140,24 @@ class Noting:
         return value
 
 
-class NotingWriter(Follower):
-    """Stock writer whose steps use `Noting`, and which records the outcome of its save."""
+class RecordingWriter(Follower):
+    """Stock writer whose steps use `RecordingCollectives`, and which records the outcome of its save."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.noting = Noting()
+        self.recorder = RecordingCollectives()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        assert use_collectives(self.noting)
+        assert use_collectives(self.recorder)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
-class NotingReader(dcp.FileSystemReader):
-    """Stock reader whose steps use `Noting`."""
+class RecordingReader(dcp.FileSystemReader):
+    """Stock reader whose steps use `RecordingCollectives`."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        self.noting = Noting()
-        assert use_collectives(self.noting)
+        self.recorder = RecordingCollectives()
+        assert use_collectives(self.recorder)
         return super().read_metadata(*args, **kwargs)
 
 
@@ -174,13 +174,13 @@ class AskingReader(dcp.FileSystemReader):
 
 
 class OtherPlanner(dcp.DefaultLoadPlanner):
-    """A subclass that overrides neither `create_global_plan` nor `finish_plan`."""
+    """A subclass that changes neither the global plan nor the final plan."""
 
     def create_local_plan(self) -> LoadPlan:
         return super().create_local_plan()
 
 
-class LookingPlanner(dcp.DefaultLoadPlanner):
+class FilteringPlanner(dcp.DefaultLoadPlanner):
     """Overrides `create_global_plan`."""
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -202,7 +202,7 @@ def test_leaves_plans_is_true_only_if_nothing_changes_a_plan(tmp_path: Path) -> 
     patched = dcp.DefaultLoadPlanner()
     patched.finish_plan = lambda new_plan: new_plan  # type: ignore[method-assign]
     assert [is_told(one) for one in (None, dcp.DefaultLoadPlanner(), OtherPlanner())] == [True] * 3
-    assert [is_told(one) for one in (FinishingPlanner(), LookingPlanner(), patched)] == [False] * 3
+    assert [is_told(one) for one in (FinishingPlanner(), FilteringPlanner(), patched)] == [False] * 3
     assert not is_told(None, dcp.FileSystemReader(str(tmp_path)))
     assert not leaves_plans(dcp.FileSystemReader(str(tmp_path)))
     plans, planner = [LoadPlan([])], dcp.DefaultLoadPlanner()
@@ -386,13 +386,13 @@ def test_the_steps_of_a_call_use_the_given_collectives(tmp_path: Path) -> None:
     """After `use_collectives`, all steps of a save and the first step of a load use the given collectives, in this
     order. A follower's broadcast uses them too.
     """
-    assert not use_collectives(Noting())
-    writer, reader = NotingWriter(str(tmp_path)), NotingReader(str(tmp_path))
+    assert not use_collectives(RecordingCollectives())
+    writer, reader = RecordingWriter(str(tmp_path)), RecordingReader(str(tmp_path))
     for _ in range(2):
-        writer.noting.used.clear()
+        writer.recorder.used.clear()
         dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
-        assert writer.noting.used == ["gather", "scatter", "gather", "broadcast"]
+        assert writer.recorder.used == ["gather", "scatter", "gather", "broadcast"]
         dcp.load({"a": torch.zeros(2)}, storage_reader=reader, no_dist=True)
-        assert reader.noting.used == ["gather", "scatter"]
-    assert writer.noting.coordinator == reader.noting.coordinator == 0
+        assert reader.recorder.used == ["gather", "scatter"]
+    assert writer.recorder.coordinator == reader.recorder.coordinator == 0
     assert [type(outcome) for outcome in writer.outcomes] == [Metadata] * 2

@@ -220,7 +220,6 @@ def test_a_tensor_with_gaps_is_written_without_them() -> None:
 
 @pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(2)], "text"])
 def test_other_objects_are_no_tensor(value: Any) -> None:
-    """The tensor reader refuses a container of another object."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     with pytest.raises((ValueError, pickle.UnpicklingError)):

@@ -48,7 +48,7 @@ def loaded(target: torch.Tensor, reader: ReplicatedReader | FileSystemReader) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_stock_saves_is_saved_and_loads(
+def test_dtypes_that_stock_saves_are_saved_and_load(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For each dtype the package saves if and only if stock saves. It loads the same bits, or fails where stock fails,

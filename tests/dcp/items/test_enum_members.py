@@ -126,7 +126,6 @@ def test_members_of_an_allowed_enum_load(
 
 
 def test_methods_of_an_allowed_enum_are_refused() -> None:
-    """A method of an allowed enum is refused."""
     raw = as_object(Unpickled(Phase, "describe"))
     with torch.serialization.safe_globals([Phase]), pytest.raises(ObjectUnsafe) as raised:
         load_object(raw, "trainer", "shard __0_0.distcp")

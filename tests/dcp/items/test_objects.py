@@ -57,20 +57,20 @@ LR = torch.optim.lr_scheduler
 LOADED: dict[str, Any] = {
     "plain": {"a": [1, (2.0, "x", None, True)]},
     "bytes": b"x",
-    "no bytes": b"",
+    "empty bytes": b"",
     "a large number": 1 << 100,
-    "a cosine": scheduler(LR.CosineAnnealingLR, 3),
+    "a cosine schedule": scheduler(LR.CosineAnnealingLR, 3),
     "milestones": scheduler(LR.MultiStepLR, [2, 4]),
     "a function in a schedule": scheduler(LR.LambdaLR, lambda _: 1),
-    "a scaler": torch.amp.GradScaler("cpu").state_dict(),
+    "a gradient scaler": torch.amp.GradScaler("cpu").state_dict(),
     "torch's random state": torch.get_rng_state(),
     "Python's random state": random.getstate(),
     "numpy's random state": np.random.get_state(),
     "a generator's state": np.random.default_rng(1).bit_generator.state,
     "another generator's state": np.random.SFC64(1).state,
-    "a scalar": np.float64(1.5),
-    "a truth": np.bool_(1),
-    "a moment": np.datetime64("2020-01-01T00:00:01", "ns"),
+    "a numpy scalar": np.float64(1.5),
+    "a numpy bool": np.bool_(1),
+    "a numpy datetime": np.datetime64("2020-01-01T00:00:01", "ns"),
     "an array": np.arange(6, dtype=">i4").reshape(2, 3),
     "an array in columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "an array without elements": np.empty((0, 4), np.float16),
@@ -123,7 +123,7 @@ def container(pickled: bytes, **records: bytes) -> memoryview:
     return memoryview(buffer.getvalue())
 
 
-def again(value: Any) -> Any:
+def saved_and_loaded(value: Any) -> Any:
     """The object after a save and a load, as DCP's planner loads it."""
     return torch.load(save_again(saved(value), "key", "shard"), weights_only=False)
 
@@ -151,13 +151,13 @@ def assert_same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("value", LOADED.values(), ids=LOADED)
 def test_common_objects_load(value: Any) -> None:
     """Common objects load by default with the same type and value as by `torch.load`."""
-    assert_same(again(value), torch.load(io.BytesIO(saved(value)), weights_only=False))
+    assert_same(saved_and_loaded(value), torch.load(io.BytesIO(saved(value)), weights_only=False))
 
 
 def test_shared_objects_stay_shared() -> None:
     """Two views of one storage, and one list at two keys, stay shared."""
     storage, items = torch.arange(8.0), [1]
-    found = again({"whole": storage, "part": storage[2:4], "one": items, "other": items})
+    found = saved_and_loaded({"whole": storage, "part": storage[2:4], "one": items, "other": items})
     found["whole"][2] = 9
     assert found["part"][0] == 9
     assert found["one"] is found["other"]
@@ -184,7 +184,7 @@ def test_other_classes_are_allowed_by_one_line(value: Any, line: str, safe_globa
     assert f"`{line}`" in raised.value.hint
     assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
     exec(line, {"torch": torch})
-    assert again(value) == value
+    assert saved_and_loaded(value) == value
 
 
 class Planted:
@@ -360,7 +360,7 @@ def test_a_nameless_safe_global_breaks_no_load(safe_globals: None) -> None:
     """An object without a name, such as Ellipsis, in torch's safe globals does not break the loads of other objects."""
     nameless: Any = ...
     torch.serialization.add_safe_globals([nameless])
-    assert again({"a": 1}) == {"a": 1}
+    assert saved_and_loaded({"a": 1}) == {"a": 1}
 
 
 # Bytes that only an attacker writes ------------------------------------------------------------------------------------
@@ -407,12 +407,12 @@ DTYPE = named("numpy", "dtype")
 DOUBLED = b")q\x00" + b"".join(fetched(at) + b"\x86q" + bytes([at + 1]) for at in range(60))
 HOSTILE: dict[str, bytes] = {
     "os.system": named("os", "system") + text("true") + b"\x85R",
-    "a function by its old name": named("__builtin__", "eval") + text("1") + b"\x85R",
+    "a builtin by its Python 2 name": named("__builtin__", "eval") + text("1") + b"\x85R",
     "torch.load": named("torch", "load") + text("x") + b"\x85R",
     "memory of any size": named("__builtin__", "bytearray") + number(1 << 40) + b"\x85R",
     "a tensor of any size": named("torch", "FloatTensor") + number(1 << 40) + b"\x85R",
     "a storage of any size": named("torch.storage", "UntypedStorage") + number(1 << 40) + b"\x85R",
-    "a tensor of any size by another's call": named("torch._tensor", "_rebuild_from_type_v2")
+    "a tensor of any size by an indirect call": named("torch._tensor", "_rebuild_from_type_v2")
     + b"("
     + named("torch", "FloatTensor")
     + named("torch", "Tensor")
@@ -429,17 +429,17 @@ HOSTILE: dict[str, bytes] = {
     "an element of shared tuples": named("__builtin__", "set") + b"](" + DOUBLED + b"e\x85R",
     "a tuple in a tuple, without end": b")" + b"\x85" * 200_000,
     "a list in itself": b"]q\x00h\x00a",
-    "a state that steers picklers": named("collections", "OrderedDict")
+    "a state that overrides a method of pickle": named("collections", "OrderedDict")
     + b")R}"
     + text("__reduce_ex__")
     + named("torch", "Size")
     + b"sb",
     "a state for a value of torch's": named("torch", "Size") + b")\x85R}b",
-    "addresses for objects of Python's": named("numpy._core.multiarray", "_reconstruct")
+    "addresses as Python objects": named("numpy._core.multiarray", "_reconstruct")
     + (named("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R(K\x01K\x01\x85")
     + (DTYPE + text("V8") + b"\x89\x88\x87R(K\x03" + text("|") + b"N" + text("a") + b"\x85}" + text("a"))
     + (DTYPE + text("O8") + b"\x89\x88\x87RK\x00\x86sK\x08K\x01K\x00tb\x89C\x08AAAAAAAAtb"),
-    "an array of objects of Python's": pickle.dumps(np.array([1, "a"], object), 2)[2:-1],
+    "an array of Python objects": pickle.dumps(np.array([1, "a"], object), 2)[2:-1],
     "an array beyond its bytes": pickle.dumps(np.arange(4, dtype="i8"), 2)[2:-1].replace(b"K\x04\x85", b"K\x09\x85"),
     "a sparse tensor with an index outside": b"",
     "a frame": b"\x95" + struct.pack("<Q", 1) + b"N",
@@ -483,11 +483,11 @@ def twice(raw: memoryview) -> bytes:
 CONTAINERS: dict[str, Callable[[memoryview], bytes]] = {
     "compressed records": deflated,
     "two records of the same name": twice,
-    "an early end": lambda raw: bytes(raw[:-1]),
-    "bytes behind it": lambda raw: bytes(raw) + b"\0",
+    "truncated": lambda raw: bytes(raw[:-1]),
+    "trailing bytes": lambda raw: bytes(raw) + b"\0",
     "no container": lambda raw: b"some planner's own bytes",
-    "nothing": lambda raw: b"",
-    "the other order of bytes": lambda raw: bytes(raw).replace(b"little", b"bigbig"),
+    "empty": lambda raw: b"",
+    "big-endian": lambda raw: bytes(raw).replace(b"little", b"bigbig"),
 }
 
 

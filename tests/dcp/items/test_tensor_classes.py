@@ -63,7 +63,6 @@ def test_a_class_that_nothing_allows_is_named(saved: Path) -> None:
 
 
 def test_trusted_pickles_are_loaded(saved: Path) -> None:
-    """With `trust_pickles` the tensor loads."""
     assert torch.equal(load(saved, trust_pickles=True), torch.arange(5.0))
 
 

@@ -135,7 +135,6 @@ def test_a_target_with_several_elements_at_one_place_is_refused(tmp_path: Path, 
 
 
 def test_a_transposed_tensor_loads_into_a_contiguous_target(tmp_path: Path) -> None:
-    """A tensor that was saved transposed loads into a contiguous target."""
     saved(tmp_path, numbered().t())
     target = torch.zeros(COLUMNS, ROWS)
     dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))

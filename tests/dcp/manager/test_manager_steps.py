@@ -226,7 +226,6 @@ def test_copies_ack_and_domain_reach_the_writer(root: Path, ack: Ack) -> None:
 
 
 def test_docstrings_describe_every_argument_and_name() -> None:
-    """The docstrings describe every argument of the constructor and every public name."""
     text = CheckpointManager.__doc__ or ""
     arguments = [name for name in CheckpointManager.__init__.__annotations__ if name != "return"]
     assert [name for name in arguments if name not in text] == []

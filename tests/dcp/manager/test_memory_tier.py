@@ -408,7 +408,7 @@ def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory:
     assert main(["verify", "--root", str(root)]) == ExitCode.OK
 
 
-def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:
+def test_a_save_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:
     """After a preemption signal the save goes to the disk, too, as the nodes may lose their memory."""
     with CheckpointManager(root, memory=memory, disk_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
         manager.save(1, state(1))
@@ -419,7 +419,7 @@ def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path)
     assert steps_in(root) == {2}
 
 
-def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: Path, memory: Path) -> None:
+def test_a_save_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: Path, memory: Path) -> None:
     """A checkpoint that goes to the disk because of a signal is uploaded and kept like any other on the disk."""
     bucket = tmp_path / "bucket"
     bucket.mkdir()
@@ -479,7 +479,7 @@ def test_after_a_signal_the_disk_gets_what_memory_refuses(
 def test_a_failed_save_to_the_disk_is_repeated_with_the_next_save(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save to the disk failed: the next save goes to the disk, not the next in turn."""
+    """A save to the disk failed: the very next save goes to the disk, rather than the next one in turn."""
     with opened(root, memory, disk_every=2) as manager:
         manager.save(1, state(1))
         with monkeypatch.context() as patch:
@@ -585,7 +585,6 @@ def test_a_directory_outside_memory_is_refused(tmp_path: Path, wrong: object) ->
 
 
 def test_the_root_itself_is_refused_as_a_tier(tmp_path: Path) -> None:
-    """The memory tier must differ from the root."""
     with pytest.raises(ConfigInvalid, match="memory and root are the same directory"):
         find_memory_root(tmp_path, tmp_path)
 
@@ -650,7 +649,6 @@ def test_the_default_tier_works_with_any_umask(root: Path, memory: Path, monkeyp
 
 
 def test_a_memory_directory_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    """A memory directory that cannot be read raises ConfigInvalid."""
     with pytest.raises(ConfigInvalid, match="cannot be read"):
         find_memory_root(tmp_path, SHARED_MEMORY / ("x" * 300))
 

@@ -67,7 +67,9 @@ def test_a_ranks_value_is_restored(tmp_path: Path) -> None:
 def test_another_world_gets_the_value_of_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[Any, ...]
 ) -> None:
-    """One rank loads what two saved, at any level of the state: it gets no value of its own, and rank 0's value."""
+    """One rank loads what two saved, at any level of the state: the rank gets no value of its own, and gets rank 0's
+    value.
+    """
 
     def placed(entries: dict[str, Any]) -> Any:
         value: Any = entries
@@ -111,7 +113,6 @@ def test_a_strange_class_runs_nothing_unless_trusted(tmp_path: Path) -> None:
 
 
 def test_files_of_hooks_are_restored_with_subdirectories(tmp_path: Path) -> None:
-    """Files of hooks are restored with their subdirectories."""
     (tmp_path / "a" / "unet" / "deep").mkdir(parents=True)
     (tmp_path / "a" / "rng.bin").write_bytes(b"1")
     (tmp_path / "a" / "unet" / "deep" / "w.bin").write_bytes(b"2")

@@ -111,7 +111,6 @@ def test_plain_dcp_names_the_item_of_another_world(saved_by_two: Path) -> None:
 
 
 def test_a_missing_entry_that_is_no_rank_item_is_still_an_error(saved_by_two: Path) -> None:
-    """A missing entry that is no rank item fails the load."""
     with CheckpointManager(saved_by_two, copies=1) as manager, pytest.raises(CheckpointException, match="other"):
         manager.restore({"other": torch.zeros(2), "x": torch.zeros(2)})
 
@@ -129,7 +128,7 @@ def test_other_parts_are_refused(tmp_path: Path) -> None:
 
 
 class Noisy(Dataset[float]):
-    """Its samples contain random numbers, as augmentations do."""
+    """A data set whose samples contain random numbers, as augmentations do."""
 
     def __len__(self) -> int:
         return 12

@@ -109,7 +109,6 @@ def test_the_callbacks_are_called_after_commit_and_load(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_calls_no_callback(tmp_path: Path) -> None:
-    """A failed save does not call `on_save`."""
     seen: list[SaveReport] = []
     writer = ReplicatedWriter(tmp_path, overwrite=False, on_save=seen.append)
     save(writer)

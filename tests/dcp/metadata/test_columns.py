@@ -151,7 +151,7 @@ def test_places_behave_like_a_dictionary() -> None:
 
 
 @pytest.mark.parametrize("what", ["chunk", "info"])
-def test_what_a_planner_added_to_chunks_or_places_is_kept(what: str) -> None:
+def test_attributes_that_a_planner_adds_are_kept(what: str) -> None:
     """A tensor whose chunk or storage info has an extra attribute is pickled, as columns cannot represent the
     attribute.
     """

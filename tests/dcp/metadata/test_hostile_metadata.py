@@ -83,12 +83,12 @@ NOT_AS_PICKLED: dict[str, bytes] = {
     "a number that is too long": pickled(b"\x8b" + struct.pack("<I", 0x7FFFFFFF)),
     "a registered extension": pickled(b"\x82\x01"),
     "a persistent id as a line": pickled(b"Pid\n"),
-    "an old instance": pickled(b"(ios\nsystem\n"),
-    "an old object": pickled(b"(" + METADATA + b"o"),
-    "a buffer out of band": pickled(b"\x97"),
+    "an instance in protocol 0": pickled(b"(ios\nsystem\n"),
+    "an object in protocol 1": pickled(b"(" + METADATA + b"o"),
+    "an out-of-band buffer": pickled(b"\x97"),
     "keyword arguments": pickled(METADATA + b")}\x92"),
     "a name made of a number": pickled(b"K\x01K\x02\x93"),
-    "a call of what was not named": pickled(b"N)R"),
+    "a call of an unnamed value": pickled(b"N)R"),
     "a call without a tuple": pickled(FROZENSET + b"]R"),
     "nothing on the stack": pickled(b"R"),
     "two values at the end": pickled(b"NN"),
@@ -118,7 +118,7 @@ NO_METADATA: dict[str, bytes] = {
     "a class that is called": pickled(METADATA + b"}\x85R"),
     "an instance with arguments": pickled(METADATA + b"}\x85\x81"),
     "a set of two arguments": whole(FROZENSET + b"]]\x86R"),
-    "a key that is none": whole(b"}]Ns"),
+    "an unhashable key": whole(b"}]Ns"),
     "no state dict": whole(described=b"]"),
     "no places": whole(places=b"N"),
     "an entry without a name": whole(described=b"}K\x01" + name(MODULE, "BytesStorageMetadata") + b")\x81s"),
@@ -190,7 +190,7 @@ def bombs() -> dict[str, bytes]:
         "tuples of shared tuples": whole(tuples(60)),
         "tuples of shared tuples, sixty thousand times": whole(tuples(60_000)),
         "lists of shared lists": whole(lists(60)),
-        "lists of shared lists, and much else": whole(
+        "lists of shared lists, in a large file": whole(
             b"}("
             + text("pad")
             + b"B"
@@ -219,7 +219,7 @@ def bombs() -> dict[str, bytes]:
             )
         ),
         "chunks that tensors share": shared_chunks(10_000, 10_000, 0),
-        "chunks that tensors share, and much else": shared_chunks(10_000, 10_000, 4_000_000),
+        "chunks that tensors share, in a large file": shared_chunks(10_000, 10_000, 4_000_000),
         "a list of half a billion places": with_paths({f"o.{1 << 29}": ("o", 1 << 29)}),
         "many long lists": with_paths({f"o{at}.{1 << 20}": (f"o{at}", 1 << 20) for at in range(5_000)}),
     }
@@ -311,7 +311,7 @@ def test_every_protocol_that_a_pickler_writes_is_read(protocol: int) -> None:
     assert decode_metadata(pickle.dumps(wanted, protocol), "here") == wanted
 
 
-def test_what_a_newer_torch_adds_is_kept() -> None:
+def test_fields_of_a_newer_torch_are_kept() -> None:
     """Fields that this version does not know are kept, as with stock torch."""
     wanted: Any = pickle.loads(example())
     (info,), (index,) = wanted.storage_data.values(), wanted.storage_data

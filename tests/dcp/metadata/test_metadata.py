@@ -179,6 +179,5 @@ def test_a_registered_class_is_read() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_unsafe(raw: bytes) -> None:
-    """Random bytes raise MetadataUnsafe."""
     with pytest.raises(MetadataUnsafe):
         decode_metadata(b"\x80\x04" + raw, "node n")

@@ -128,7 +128,7 @@ def test_the_hint_for_an_unknown_dtype_names_the_version() -> None:
         described(torch.ones(4, 1)[:, :1]),
         described(torch.ones(4, 2), (4, 2), (4, 2), size=(4, 4)),
     ],
-    ids=["plain", "scalar", "empty", "one wide", "shard of columns"],
+    ids=["plain", "scalar", "empty", "one column", "shard of columns"],
 )
 def test_older_torch_reads_what_is_written_here(monkeypatch: pytest.MonkeyPatch, metadata: Metadata) -> None:
     """Older torch reads the metadata of contiguous tensors and shards that this package encodes, also with plain
@@ -156,7 +156,9 @@ def test_strides_of_a_transposed_tensor_are_kept() -> None:
 
 
 @newer
-def test_a_save_of_every_kind_of_tensor_is_read_by_older_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_shard_of_a_checkpointable_tensor_is_read_by_older_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A saved CheckpointableTensor's shard is loaded by this package and unpickled by stock on older torch."""
     shard: Any = torch.arange(8.0).reshape(4, 2)
     shard.global_shape, shard.local_sizes = (4, 2), ((4, 2),)

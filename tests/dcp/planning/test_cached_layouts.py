@@ -77,7 +77,7 @@ class Job:
         gathered = [pickle.loads(one) for one in sent]
         if fails == "before the accounting":
             raise Broken
-        if fails == "not, but in a wrapper":
+        if fails == "only in a wrapper":
             gathered = [list(one) for one in gathered]
         return self._commit(save_id, metadata, gathered, len(states), fails)
 
@@ -175,7 +175,7 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "longer object": lambda state: state["optimizer"].update({"step": "x" * 500}),
     "digits of an object": lambda state: state["optimizer"].update({"step": 1 << 80}),
     "empty group": lambda state: state["optimizer"]["groups"].pop(),
-    "number for truth": lambda state: state["optimizer"].update({"step": True}),
+    "bool for int": lambda state: state["optimizer"].update({"step": True}),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_wrapper_that_copies_results_into_new_lists() -> None:
     job, states = Job(3), make_states(3)
     wanted = Job(3).save(states)
     for _ in range(3):
-        assert job.save(states, "not, but in a wrapper") == wanted
+        assert job.save(states, "only in a wrapper") == wanted
         assert not job.was_known
     assert job.save(states) == job.save(states) == wanted
     assert job.was_known
@@ -310,7 +310,7 @@ def test_any_order_of_changes_and_failures(seed: int) -> None:
             job.planners = [job.make_planner() for _ in range(3)]
         if draw.random() < 0.05:
             with suppress(PlansUnknown, AssertionError, ValueError):
-                job.save(states, "not, but in a wrapper")
+                job.save(states, "only in a wrapper")
         if draw.random() < 0.15:
             with suppress(Broken, SaveAborted, PlansUnknown, AssertionError, ValueError):
                 job.save(states, draw.choice(["while writing", "before the accounting", "unwritten"]))

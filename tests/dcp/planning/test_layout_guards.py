@@ -142,8 +142,8 @@ class RemarkingPlanner(DefaultSavePlanner):
 
 
 def test_planner_data_of_a_users_class_is_returned(tmp_path: Path) -> None:
-    """Planner data of a user's class is returned by the save and sent to the ranks, although `.metadata` with such a
-    class is not decoded by default.
+    """Planner data of a user's class is returned by the save and sent to the ranks. A load would not decode the class
+    by default.
     """
     writer = ReplicatedWriter(tmp_path, copies=1)
     planner = RemarkingPlanner(flatten_state_dict=False)

@@ -140,6 +140,5 @@ def test_copies_on_one_host_are_warned_of(boots: str, hosts: str, weak: int) -> 
 
 
 def test_a_receipt_survives_the_blackboard() -> None:
-    """A receipt is equal after JSON."""
     receipt = Receipt((ShardReceipt("__0_0.distcp", 5, 7, ("a", "b")),))
     assert Receipt.from_json(receipt.to_json()) == receipt

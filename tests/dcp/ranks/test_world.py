@@ -145,7 +145,6 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_slow_rank_is_waited_for() -> None:
-    """A slow rank is not treated as failed."""
     first, second = boards(dist.HashStore(), 2)
     first.post("load", {})
     timer = threading.Timer(1.0, second.post, ["load", {}])
@@ -232,7 +231,7 @@ def test_calls_to_a_stopped_store_fail_after_its_time_out(stopwatch: Stopwatch) 
         assert (board.read_post("load", 1) or {})["third"] == 3
 
 
-class HeldStore:
+class BlockedStore:
     """Answers once `answers` is set."""
 
     def __init__(self) -> None:
@@ -243,9 +242,9 @@ class HeldStore:
         return self.answers.wait(TIMEOUT_S)
 
 
-def abort_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
+def abort_a_call(job: "dist.Store") -> tuple[AnsweringStore, BlockedStore]:
     job.set_timeout(timedelta(seconds=0))
-    store, held = AnsweringStore("job", job), HeldStore()
+    store, held = AnsweringStore("job", job), BlockedStore()
     store._store = cast(Any, held)
     with pytest.raises(dist.DistStoreError):
         store.check(["key"])

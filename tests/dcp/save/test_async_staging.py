@@ -569,8 +569,8 @@ def test_sharded_tensors_are_made_of_copies() -> None:
 
 @pytest.mark.usefixtures("_group_of_one")
 def test_a_dtensor_may_be_a_part_of_a_storage() -> None:
-    """A DTensor that is a slice of a flat buffer gets a storage of its own when it is sent to another process, as torch
-    2.15 needs.
+    """A DTensor that is a slice of a flat buffer is copied to a storage of its own. Torch 2.15 needs that to send it to
+    another process.
     """
     flat = torch.arange(40.0)
     mesh = init_device_mesh("cpu", (1,))

@@ -79,7 +79,9 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> Non
 def test_a_decided_save_is_aborted_nowhere(
     agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException]
 ) -> None:
-    """The coordinator fails after it named the manifest: no node aborts, and the save is published on both nodes."""
+    """The coordinator fails after it named the manifest: no node aborts. The second node publishes the save when a load
+    begins.
+    """
     decision = opened(agents)
 
     def ask_and_fail() -> None:

@@ -23,7 +23,7 @@ SAVE = "0" * 32
 
 
 @contextlib.contextmanager
-def taken_by_an_agent(path: Path) -> Iterator[None]:
+def locked_start(path: Path) -> Iterator[None]:
     lock = FileLock.acquire(path / "start")
     assert lock is not None
     yield
@@ -31,7 +31,7 @@ def taken_by_an_agent(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_save(path: Path) -> Iterator[None]:
+def locked_save(path: Path) -> Iterator[None]:
     lock = opened(path).lock_save(SAVE)
     yield
     lock.release()
@@ -64,8 +64,8 @@ def is_agent_lock_free(path: Path) -> bool:
 
 LOCKS: dict[str, tuple[Callable[[Path], AbstractContextManager[None]], Callable[[Path], bool]]] = {
     "a directory": (exclusive, is_directory_free),
-    "an agent's start": (taken_by_an_agent, is_agent_lock_free),
-    "an open save": (held_save, lambda path: not opened(path).is_locked(SAVE)),
+    "an agent's start": (locked_start, is_agent_lock_free),
+    "an open save": (locked_save, lambda path: not opened(path).is_locked(SAVE)),
 }
 
 

@@ -90,8 +90,8 @@ def test_a_save_waits_for_the_copy(tmp_path: Path) -> None:
 
 
 def test_an_overlapped_save_waits_for_nothing(tmp_path: Path) -> None:
-    """An overlapped save does not wait for the GPU. Kernels queued before the save are in the copy. Those queued after
-    `hold_until_copied` are not.
+    """An overlapped save does not wait for the GPU. Changes that were queued before the save are in the copy. Changes
+    after `hold_until_copied` are not.
     """
     weights = torch.full((1 << 22,), 1.0, device="cuda")
     writer = ReplicatedWriter(tmp_path, copies=1, overlap=True)
@@ -107,7 +107,6 @@ def test_an_overlapped_save_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_state_that_is_dropped_in_an_overlapped_save_is_kept_until_copied(tmp_path: Path) -> None:
-    """A state that is dropped during an overlapped save keeps its memory until it is copied."""
     writer = ReplicatedWriter(tmp_path, copies=1, overlap=True)
     weights = torch.full((1 << 24,), 5.0, device="cuda")
     save({"weights": weights}, "step-0", writer).result(TIMEOUT_S)  # takes and pins the memory

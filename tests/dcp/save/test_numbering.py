@@ -26,7 +26,7 @@ def decided(store: LocalStore, sequence: int) -> SaveDecision:
     return replace(decision_of(own), save_id="f" * 32, checkpoint_id="step-4", sequence=sequence, lineage=RUN)
 
 
-@pytest.mark.parametrize("how", ["saved here", "heard of"])
+@pytest.mark.parametrize("how", ["saved here", "reported by a peer"])
 def test_a_node_refuses_a_save_older_than_one_it_has_seen(tmp_path: Path, how: str) -> None:
     """A node that was unreachable at the start refuses a save whose number is not above the newest that it has seen. A
     higher number is accepted.

@@ -89,7 +89,7 @@ def test_helpers_have_equal_plans_and_share_the_work(digests: str, expected: tup
 
 
 def test_plans_that_cannot_be_sent_get_no_help() -> None:
-    """Ranks with an empty plan are not helped, plans that torch's caching omits rule helpers out, and a planner with
+    """A rank with an empty plan is not helped, and a plan that torch's caching omits rules out all help. A planner with
     its own `finish_plan` has no digest.
     """
     one, full, none = decision((0, 1)), plan_of("a"), SavePlan([])

@@ -58,7 +58,7 @@ def test_a_ranks_own_items_are_apart_where_others_copy_its_files() -> None:
     assert Part.REST in divided(Parts(), {**sizes, "loader.b": LARGE})
 
 
-def test_a_function_of_the_user_names_the_parts() -> None:
+def test_part_of_alone_determines_the_parts() -> None:
     """The user's `part_of` alone determines the parts. Its result is checked."""
     parts = Parts(lambda fqn: "optimizer" if fqn.startswith("state") else "weights")
     assert divided(parts, {"state.a": LARGE, "optim.a": 1}) == {Part.WEIGHTS: {"optim.a"}, Part.OPTIMIZER: {"state.a"}}

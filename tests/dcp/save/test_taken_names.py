@@ -65,7 +65,6 @@ def test_a_checkpoint_without_a_manifest_stays(tmp_path: Path, gone: list[str]) 
 
 
 def test_a_newer_format_stays(tmp_path: Path) -> None:
-    """A checkpoint whose manifest has a newer format stays unchanged."""
     save(tmp_path, value=1.0)
     make_newer(tmp_path / "step-1" / MANIFEST_NAME)
     before = sorted((tmp_path / "step-1").iterdir())

@@ -160,7 +160,7 @@ def test_an_entry_of_another_shape_or_type_is_written(run: Run) -> None:
 
 
 def test_a_run_in_which_all_changes_has_no_file_of_unchanged_entries(run: Run) -> None:
-    """If all entries change, there is no file of unchanged entries, and no entry is hashed."""
+    """No entry is hashed if all entries change."""
     with mock.patch("replicated_ckpt.dcp.save.shard_files.UnchangedEntries.hash_items") as hashed:
         for _ in range(4):
             run.state = {fqn: value + 1 for fqn, value in run.state.items()}
