@@ -189,8 +189,8 @@ class FilteringPlanner(dcp.DefaultLoadPlanner):
 
 @pytest.mark.filterwarnings("ignore")
 def test_leaves_plans_is_true_only_if_nothing_changes_a_plan(tmp_path: Path) -> None:
-    """`leaves_plans` is true only if the planner has DCP's own global and final plan methods, which return their
-    argument, and DCP calls this very reader.
+    """`leaves_plans` is true for the reader that DCP calls if the planner inherits DCP's methods for the global and the
+    final plan. These methods return their argument.
     """
     dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
 

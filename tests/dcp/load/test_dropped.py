@@ -84,7 +84,7 @@ def test_the_weights_load(root: Path) -> None:
 
 @pytest.mark.parametrize("planner", [{}, {"allow_partial_load": True}])
 def test_the_optimizer_is_refused(root: Path, planner: dict[str, Any]) -> None:
-    """A load of the optimizer raises OptimizerDropped, which names the newest full checkpoint. It changes nothing. A
+    """A load of the optimizer raises OptimizerDropped, which names the newest full checkpoint, and changes nothing. A
     full checkpoint loads completely.
     """
     save(root, range(1, 4))

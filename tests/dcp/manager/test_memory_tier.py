@@ -341,8 +341,8 @@ class Refusing:
 
 
 def test_an_error_of_a_part_of_the_state_is_raised_at_once(root: Path, memory: Path) -> None:
-    """An error in a part's `load_state_dict` is raised without a try of another step, which the other ranks would not
-    load.
+    """An error in a part's `load_state_dict` is raised at once. Another step is not tried, as the other ranks would not
+    load it.
     """
     part = Refusing()
     with opened(root, memory, disk_every=2) as manager:

@@ -124,7 +124,7 @@ def test_a_deleted_post_fails_its_rank_soon() -> None:
 
 
 def test_a_waiting_rank_checks_its_own_post_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a rank waits, it checks its own post at intervals that double, and recognizes a large post."""
+    """A waiting rank checks its own post at intervals that double, and recognizes a large one."""
     job = Job()
     monkeypatch.setattr(waiting, "LOOK_AFTER_S", 0.05)
     monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
