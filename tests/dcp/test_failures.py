@@ -1,4 +1,4 @@
-"""What a save or load has failed with fits a line of a log: the cause, on which rank, and about which entry."""
+"""The failure of a save or load fits on one log line: the cause, its rank and its entry."""
 
 import socket
 import threading
@@ -17,8 +17,8 @@ from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreFull
 from replicated_ckpt.testing.shards import table_of
 
 
-def test_the_cause_is_named_before_its_echoes() -> None:
-    """And without tracebacks, which would fill the line."""
+def test_the_cause_is_named_before_the_aborts_that_followed() -> None:
+    """`describe_failure` puts the root cause first, then the aborts that followed, without tracebacks."""
     full = StoreFull("/nvme/ckpt", "write", "step-1/__7_0.distcp", "OSError: No space left on device")
     full.add_note("Met on host n7.")
     failures = {rank: (SaveAborted("Rank 7 failed.\nIt was aborted."), StackSummary()) for rank in range(7)}
@@ -27,14 +27,14 @@ def test_the_cause_is_named_before_its_echoes() -> None:
     assert said.endswith("; and 5 more ranks")
 
 
-def test_an_error_that_is_no_dcp_s_is_itself() -> None:
-    """With its class, as a message alone may not say what it is."""
+def test_another_error_is_described_with_its_class() -> None:
+    """The description of another exception starts with its class, as the message alone may not identify the error."""
     assert describe_failure(ValueError("no\nsuch")) == "ValueError: no\\nsuch"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_ranks_of_other_hosts_are_told_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roots have one path on all nodes, and a rank's number is no host."""
+def test_the_reason_of_an_abort_names_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason for the abort names the host of the failed rank, as all nodes use the same root path."""
     said = list[str]()
     monkeypatch.setattr(LoneNode, "abort", lambda _self, _save_id, why: said.append(why))
     with pytest.raises(CheckpointException):
@@ -42,8 +42,10 @@ def test_the_ranks_of_other_hosts_are_told_where_it_failed(tmp_path: Path, monke
     assert said[0].startswith(f"rank 0 on {socket.gethostname()} failed: TypeError: ")
 
 
-def test_a_copy_that_is_not_what_was_saved_is_not_acknowledged(tmp_path: Path) -> None:
-    """Other bytes took the place of a shard before the decision: the coordinator's rank learns that no node holds it."""
+def test_a_staged_shard_with_other_bytes_is_not_acknowledged(tmp_path: Path) -> None:
+    """A staged shard is replaced by other bytes before the decision: the save raises AckNotReached and publishes no
+    shard.
+    """
     other = b"evil" * 1000
 
     def replace_shard(_: str) -> None:

@@ -1,4 +1,4 @@
-"""Collections are put off while DCP plans, and only then: they are on again whatever becomes of a save or a load."""
+"""Garbage collection is paused while DCP plans, and resumes however the save or load ends."""
 
 import gc
 import os
@@ -27,24 +27,24 @@ pytestmark = [
 ]
 
 MANY = 4000
-"""Tensors: DCP's plan of them makes enough objects for several collections of all that there is."""
+"""Number of tensors. DCP's plan of them creates enough objects for several full collections."""
 
 
 def is_collecting() -> bool:
-    """Whether collections come by themselves, as far as pauses leave them."""
+    """Whether automatic collection is on, as far as pauses control it."""
     return gc.get_threshold()[0] > 0
 
 
 @pytest.fixture(autouse=True)
-def no_pause_of_before() -> None:
-    """A save or load of another test that failed has left one, for seconds."""
+def no_earlier_pause() -> None:
+    """Ends pauses that failed saves or loads of earlier tests have left."""
     for pause in list(gc_pause._ends):
         pause.end_pause()
 
 
 @contextmanager
 def full_collections() -> Iterator[list[int]]:
-    """Notes a line for each collection of the oldest generation."""
+    """Records each collection of the oldest generation."""
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -68,14 +68,14 @@ def watchers() -> list[threading.Thread]:
 
 
 class FailingPlanner(DefaultSavePlanner):
-    """Finds out that it cannot plan."""
+    """Fails in its local plan."""
 
     def create_local_plan(self) -> SavePlan:
         raise ArithmeticError("no plan")
 
 
 class FailingLoadPlanner(DefaultLoadPlanner):
-    """The same for a load."""
+    """Fails in its local plan."""
 
     def create_local_plan(self) -> LoadPlan:
         raise ArithmeticError("no plan")
@@ -88,7 +88,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
-    """Garbage collection goes on after a save or load that failed while it was planned."""
+    """After a save or load that failed in planning, garbage collection is on again."""
     writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
     dcp.save({"a": torch.ones(2)}, checkpoint_id="whole", storage_writer=writer)
     with pytest.raises(CheckpointException, match="no plan"):
@@ -100,7 +100,7 @@ def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
 
 
 def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_path: Path) -> None:
-    """Planning many tensors costs no collection of all that the process has."""
+    """A save and a load of 4,000 tensors cause no full collection."""
     writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
     state = many_tensors()
     with full_collections() as seen:
@@ -113,7 +113,7 @@ def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_pa
 
 
 def test_an_asynchronous_save_of_many_tensors_brings_no_full_collection_about(root: Path) -> None:
-    """Copying and planning in the background cost none, either."""
+    """An asynchronous save copies and plans 4,000 tensors without a full collection."""
     with group_of_one():
         state = many_tensors()
         with full_collections() as seen, closing(ReplicatedWriter(root)) as writer:
@@ -127,8 +127,8 @@ def test_an_asynchronous_save_of_many_tensors_brings_no_full_collection_about(ro
 
 
 @pytest.mark.parametrize("threshold", [0, 700])
-def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) -> None:
-    """Saves and loads leave garbage collection off, or without a threshold, where the user has it so."""
+def test_collections_that_a_user_disabled_stay_off(tmp_path: Path, threshold: int) -> None:
+    """Where the user has disabled garbage collection, saves and loads leave it disabled and keep its threshold."""
     thresholds = gc.get_threshold()
     gc.disable()
     gc.set_threshold(threshold)
@@ -142,8 +142,8 @@ def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) 
         gc.set_threshold(*thresholds)
 
 
-def test_what_a_user_sets_meanwhile_stays() -> None:
-    """The end of a pause takes nothing back that the user has set during it."""
+def test_settings_of_a_user_during_a_pause_stay() -> None:
+    """The end of a pause keeps the settings that the user changed during the pause."""
     thresholds = gc.get_threshold()
     try:
         with put_off():
@@ -157,11 +157,11 @@ def test_what_a_user_sets_meanwhile_stays() -> None:
 
 
 def test_collections_are_on_when_the_last_pause_ends() -> None:
-    """Pauses overlap: collections wait for the end of the last one, however often it is ended."""
+    """Overlapping pauses: collection resumes when the last one ends. Ending a pause twice has no effect."""
     one, other = Pause(), Pause()
     one.begin_pause()
     other.begin_pause()
-    one.begin_pause()  # it goes on
+    one.begin_pause()  # extends the same pause
     with put_off():
         one.end_pause()
         one.end_pause()
@@ -171,12 +171,12 @@ def test_collections_are_on_when_the_last_pause_ends() -> None:
 
 
 def holds_in_child(check: Callable[[], object]) -> bool:
-    """Whether a check passes in a forked process, which has no watcher yet."""
+    """Whether the check passes in a forked process, which has no watcher thread yet."""
     child = os.fork()
     if not child:
         try:
             check()
-        except BaseException:  # noqa: BLE001 - told to the parent, whose test ends here
+        except BaseException:  # noqa: BLE001 - the exit code tells the parent
             os._exit(1)
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
@@ -184,7 +184,7 @@ def holds_in_child(check: Callable[[], object]) -> bool:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_pause_that_is_not_ended_is_over_in_time_and_leaves_no_thread() -> None:
-    """A pause that is forgotten ends by itself, and its thread with it."""
+    """A pause that nobody ends is ended by its time limit, and the watcher thread ends."""
 
     def check() -> None:
         pause = Pause()
@@ -200,7 +200,7 @@ def test_a_pause_that_is_not_ended_is_over_in_time_and_leaves_no_thread() -> Non
 
 
 def test_many_pauses_cost_one_thread() -> None:
-    """However many pauses there are, one thread watches over them."""
+    """One watcher thread serves all pauses."""
     pauses = [Pause() for _ in range(20)]
     for pause in pauses:
         pause.begin_pause()
@@ -210,13 +210,13 @@ def test_many_pauses_cost_one_thread() -> None:
     assert is_collecting()
 
 
-def test_a_child_that_was_forked_meanwhile_collects() -> None:
-    """A process that is forked during a pause has garbage collection on, and may pause it for itself."""
+def test_a_child_that_was_forked_during_a_pause_collects() -> None:
+    """A process that is forked during a pause has garbage collection on, and can pause it."""
     pause = Pause()
 
     def check() -> None:
         assert is_collecting()
-        pause.end_pause()  # of what the parent began
+        pause.end_pause()  # the pause that the parent began
         pause.begin_pause()
         assert not is_collecting()
         pause.end_pause()
@@ -230,8 +230,8 @@ def test_a_child_that_was_forked_meanwhile_collects() -> None:
     assert is_collecting()
 
 
-def test_a_process_without_threads_to_spare_goes_on_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives no thread to watch over it there is no pause, and no error."""
+def test_without_a_watcher_thread_there_is_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the watcher thread cannot start, there is no pause and no error."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

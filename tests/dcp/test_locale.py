@@ -1,4 +1,4 @@
-"""A process whose locale lacks the letters of a name says so, before anything is made."""
+"""The locale's encoding lacks characters of a name: the error states so, before anything is created."""
 
 import json
 import subprocess
@@ -23,14 +23,14 @@ base, said = sys.argv[1], {}
 for name, call in json.loads(sys.argv[2]).items():
     try:
         exec(call)
-    except BaseException:  # CheckpointException is none of Exception's children
+    except BaseException:  # CheckpointException is no subclass of Exception
         said[name] = traceback.format_exc()
 print(json.dumps(said))
 """
 
 
 def test_a_name_that_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
-    """By a writer, a save and a load; the error is a typed one, and its hint the way out: UTF-8."""
+    """A writer, a save and a load raise ConfigInvalid, with the hint to run Python in UTF-8 mode."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(HOME)}
     done = subprocess.run(
         [sys.executable, "-c", EACH_CALL, str(tmp_path / "root"), json.dumps(CALLS)],

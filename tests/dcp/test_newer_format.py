@@ -1,4 +1,4 @@
-"""A checkpoint that a newer version of the package wrote is not said to be absent, nor passed over in silence."""
+"""A checkpoint in a newer format than this version reads is not reported as absent, nor skipped without a warning."""
 
 import logging
 from dataclasses import replace
@@ -42,8 +42,10 @@ def save(root: Path, *values: float) -> None:
 
 
 @pytest.mark.parametrize("checkpoint_id", ["step-1", "latest"])
-def test_it_is_no_absence(tmp_path: Path, checkpoint_id: str) -> None:
-    """A job that is started with the older version again does not take it for a first start."""
+def test_a_newer_format_is_not_reported_as_absent(tmp_path: Path, checkpoint_id: str) -> None:
+    """After a downgrade, a load and a look-up raise ManifestVersionUnknown, so that the job does not start from
+    scratch.
+    """
     save(tmp_path, 1.0)
     make_newer(tmp_path / "step-1" / MANIFEST_NAME)
     reader = ReplicatedReader(tmp_path, no_dist=True)
@@ -53,8 +55,8 @@ def test_it_is_no_absence(tmp_path: Path, checkpoint_id: str) -> None:
         reader.exists("step-1") if checkpoint_id == "step-1" else reader.latest()
 
 
-def test_latest_says_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The newest that can be read is loaded."""
+def test_latest_logs_the_checkpoint_that_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ "latest" loads the newest readable checkpoint, and the log names the newer one."""
     save(tmp_path, 1.0, 2.0)
     make_newer(tmp_path / "step-2" / MANIFEST_NAME)
     state = {"w": torch.zeros(8)}
@@ -65,8 +67,8 @@ def test_latest_says_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("checkpoint_id", ["step-1", "latest"])
-def test_on_another_node_it_is_no_absence_either(tmp_path: Path, checkpoint_id: str) -> None:
-    """A replaced node, which has nothing yet, does not take it for a first start."""
+def test_a_newer_format_on_a_peer_is_not_reported_as_absent(tmp_path: Path, checkpoint_id: str) -> None:
+    """A blank node finds a newer format on a peer: the survey raises ManifestVersionUnknown."""
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([there], 1, {shard(0): [0]}, copies=1)
     make_newer(there.root / "step-1" / MANIFEST_NAME)
@@ -77,7 +79,7 @@ def test_on_another_node_it_is_no_absence_either(tmp_path: Path, checkpoint_id: 
 
 
 def commit_newer(bucket: Bucket, manifest: Manifest, what: str, scratch: Path) -> None:
-    """Commits a save to the bucket whose manifest, or whose mark, is of a newer format."""
+    """Commits a save to the bucket. `what` is in a newer format: its manifest or its mark."""
     scratch.write_bytes(manifest.encode())
     if what == "manifest":
         make_newer(scratch)
@@ -89,10 +91,12 @@ def commit_newer(bucket: Bucket, manifest: Manifest, what: str, scratch: Path) -
 
 
 @pytest.mark.parametrize("what", ["manifest", "mark"])
-def test_in_a_bucket_it_is_neither_damaged_nor_retired(
+def test_a_newer_format_in_a_bucket_is_neither_damaged_nor_retired(
     tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A load says that it takes a newer version; `verify` finds nothing wrong, and retention leaves it there."""
+    """A newer format in a bucket: a load raises ManifestVersionUnknown, `verify` lists the checkpoint as not checked,
+    and retention keeps it.
+    """
     (tmp_path / "bucket").mkdir()
     bucket = Bucket(open_client(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None)))
     manifest = checkpointed([LocalStore(tmp_path / "node")], 1, {shard(0): [0]}, copies=1)

@@ -106,7 +106,7 @@ def the_cause(raised: BaseException) -> ReplicatedCkptError:
 
 
 def test_every_kind_of_value_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    """Tensors of any dtype, stride and size and any object; and stock torch reads the same directory."""
+    """Tensors of several dtypes, strides and sizes, and objects, load as saved. Stock torch reads the same directory."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
     assert_same(loaded(tmp_path, "step-1", state()), state())
     stock = zeroed(state())
@@ -116,7 +116,7 @@ def test_every_kind_of_value_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_views_that_overlap_themselves_come_back_right(tmp_path: Path) -> None:
-    """An expanded slice, an offset view and a reversed layout of one storage's size are saved as what they show."""
+    """An expanded slice, an offset view and an overlapping strided view load with the values that they show."""
     base = torch.arange(4.0)
     saved = {"one": base[2:3].expand(4), "other": base[3:].expand(4), "step": base.as_strided((2, 2), (0, 1), 2)}
     dcp.save(saved, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
@@ -126,8 +126,8 @@ def test_views_that_overlap_themselves_come_back_right(tmp_path: Path) -> None:
         assert_same(found, saved)
 
 
-def test_one_copy_is_said_to_be_one(tmp_path: Path) -> None:
-    """Where two copies are wanted and one node is there, the writer says so."""
+def test_a_save_with_one_copy_warns_and_counts_one(tmp_path: Path) -> None:
+    """Two copies are wanted and only one node takes part: the save warns, and its report counts one copy."""
     writer = ReplicatedWriter(tmp_path)
     with pytest.warns(ReplicatedCkptWarning, match="2 copies are wanted"):
         dcp.save(state(), checkpoint_id="step-1", storage_writer=writer)
@@ -136,8 +136,8 @@ def test_one_copy_is_said_to_be_one(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path, "step-1", state()), state())
 
 
-def test_one_copy_is_said_once_and_not_at_each_save(tmp_path: Path) -> None:
-    """The warning is the same text for all saves of a root, which Python shows once for each line of the program."""
+def test_the_warning_about_copies_has_one_text_per_root(tmp_path: Path) -> None:
+    """The warning about missing copies has the same text for all saves of a root. Python's filter then shows it once."""
     writer = ReplicatedWriter(tmp_path)
     texts = set()
     for number in range(3):
@@ -148,7 +148,6 @@ def test_one_copy_is_said_once_and_not_at_each_save(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_last_one_saved_whatever_its_name_and_time(tmp_path: Path) -> None:
-    """Order is that of the saves: neither names nor the clock count."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     for seed, name in enumerate(["z", "b", "a"]):
         dcp.save(state(seed), checkpoint_id=name, storage_writer=writer)
@@ -157,8 +156,8 @@ def test_latest_is_the_last_one_saved_whatever_its_name_and_time(tmp_path: Path)
     assert_same(loaded(tmp_path, "b", state()), state(1))
 
 
-def test_latest_skips_what_is_not_whole(tmp_path: Path) -> None:
-    """A newer checkpoint that lost a shard is passed over; asked for by name, it says what is lost."""
+def test_latest_skips_an_incomplete_checkpoint(tmp_path: Path) -> None:
+    """ "latest" skips a checkpoint that lost a shard. A load by its id raises ShardLost with the shard."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     for seed in range(2):
         dcp.save(state(seed), checkpoint_id=f"step-{seed}", storage_writer=writer)
@@ -177,7 +176,7 @@ def test_latest_skips_what_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_never_reaches_a_tensor(tmp_path: Path) -> None:
-    """Damage in a shard is found before the tensors are touched, and named."""
+    """A flipped bit in a shard: the load raises ShardLost, and the model's tensors stay unchanged."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     path = tmp_path / "step-1" / "__0_0.distcp"
     flip(path)
@@ -190,8 +189,8 @@ def test_a_flipped_bit_never_reaches_a_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".metadata", ".manifest.json"])
-def test_damaged_metadata_or_manifest_is_not_believed(tmp_path: Path, name: str) -> None:
-    """The load fails with a reason instead of guessing."""
+def test_damaged_metadata_or_manifest_fails_the_load(tmp_path: Path, name: str) -> None:
+    """A flipped bit in `.metadata` or the manifest: the load fails, and the error states the damage."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     path = tmp_path / "step-1" / name
     flip(path)
@@ -200,8 +199,8 @@ def test_damaged_metadata_or_manifest_is_not_believed(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("field", ["relative_path", "offset", "length"])
-def test_metadata_that_contradicts_its_manifest_is_not_believed(tmp_path: Path, field: str) -> None:
-    """An item beyond the end of its shard, or in one that was not saved, is said to be that before anything is read."""
+def test_metadata_that_contradicts_its_manifest_is_refused(tmp_path: Path, field: str) -> None:
+    """`.metadata` places an item beyond the end of its shard, or in an unknown shard: the load raises ManifestInvalid."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     folder = tmp_path / "step-1"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -217,8 +216,10 @@ def test_metadata_that_contradicts_its_manifest_is_not_believed(tmp_path: Path, 
     assert isinstance(the_cause(raised.value), ManifestInvalid)
 
 
-def test_an_existing_id_is_refused_and_stays(tmp_path: Path) -> None:
-    """overwrite=False: the second save fails and the first still loads. By default the second replaces the first."""
+def test_an_existing_id_is_refused_or_replaced(tmp_path: Path) -> None:
+    """With overwrite=False the second save fails and the first checkpoint still loads. By default the second save
+    replaces the first.
+    """
     dcp.save(state(0), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     with pytest.raises(CheckpointException) as raised:
         dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1, overwrite=False))
@@ -229,8 +230,10 @@ def test_an_existing_id_is_refused_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["read in place", "read whole"])
-def test_a_planner_that_gives_another_shape_is_named(tmp_path: Path, is_sparse: bool) -> None:
-    """The error names the planner and both shapes, and does not blame a disk: the checkpoint loads with another planner."""
+def test_a_planner_that_returns_another_shape_is_named(tmp_path: Path, is_sparse: bool) -> None:
+    """A planner returns a tensor of the wrong shape: the error names the planner and both shapes. With another planner
+    the checkpoint loads.
+    """
 
     class Other(dcp.DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -253,7 +256,7 @@ def test_a_planner_that_gives_another_shape_is_named(tmp_path: Path, is_sparse: 
 
 
 def test_a_failed_save_leaves_nothing_and_the_old_one_loads(tmp_path: Path) -> None:
-    """A planner that raises in the middle of writing ends the save, and its staging is gone."""
+    """A planner raises during the write: the save fails and leaves no staged files. The earlier checkpoint still loads."""
 
     class Failing(dcp.DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> "torch.Tensor | io.BytesIO":
@@ -273,10 +276,10 @@ def test_a_failed_save_leaves_nothing_and_the_old_one_loads(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_a_mount_that_takes_no_modes_is_saved_to(
+def test_a_save_to_a_mount_without_file_modes_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, umask: int
 ) -> None:
-    """A file that fewer users may read than could is no reason to lose a checkpoint."""
+    """A save succeeds on a file system that refuses `fchmod`."""
 
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -291,7 +294,7 @@ def test_a_mount_that_takes_no_modes_is_saved_to(
 
 
 def test_a_disk_that_fills_up_is_named_whatever_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while torch itself writes a tensor: the error is of the shard, and says what to do."""
+    """The disk fills up while torch serializes a tensor: the save raises StoreFull with the shard and a hint."""
     real, left = durable.write_vector, [6 << 20]
 
     def fills_up(fd: int, pieces: Sequence[memoryview]) -> None:
@@ -310,8 +313,8 @@ def test_a_disk_that_fills_up_is_named_whatever_is_written(tmp_path: Path, monke
     assert "Free space" in str(error)
 
 
-def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
-    """Staging of a process that is gone does not stay, and never counts."""
+def test_the_next_save_removes_the_staging_of_a_dead_process(tmp_path: Path) -> None:
+    """The staging of a dead process does not count as a checkpoint, and the next save removes it."""
     dcp.save(state(0), checkpoint_id="step-0", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     LocalStore(tmp_path).begin(Intent("a" * 32, "step-1", "dead", overwrite=False))
     with pytest.raises(CheckpointNotCommitted):
@@ -322,7 +325,7 @@ def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
 
 
 def save_and_load_by_itself(root: Path, number: int, start: Barrier) -> None:
-    """Several saves under names of its own, each read back."""
+    """Saves several checkpoints under its own names, and loads each."""
     start.wait(60)
     for step in range(4):
         saved = {"own": torch.full((100,), number * 100 + step)}
@@ -331,8 +334,8 @@ def save_and_load_by_itself(root: Path, number: int, start: Barrier) -> None:
         assert_same(loaded(root, f"process{number}-{step}", saved), saved)
 
 
-def test_processes_that_know_nothing_of_each_other_share_a_store(tmp_path: Path) -> None:
-    """Ranks that save for themselves (`no_dist=True`) at the same time leave each other's saves alone."""
+def test_independent_processes_share_a_store(tmp_path: Path) -> None:
+    """Four processes save and load in one store at once, each on its own: none affects the saves of another."""
     forking = multiprocessing.get_context("fork")
     start = forking.Barrier(4)
     processes = [forking.Process(target=save_and_load_by_itself, args=(tmp_path, n, start)) for n in range(4)]
@@ -345,8 +348,8 @@ def test_processes_that_know_nothing_of_each_other_share_a_store(tmp_path: Path)
     assert list((tmp_path / ".staging").iterdir()) == []
 
 
-def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Path) -> None:
-    """A save that an agent opened just now, and no rank writes yet, is not taken for one of a dead process."""
+def test_a_lone_process_keeps_a_recent_save_of_the_nodes_agent(tmp_path: Path) -> None:
+    """A lone process keeps the staging of a save that the node's agent opened recently, and removes it once it is old."""
     store = LocalStore(tmp_path)
     write_endpoint(store.agent_directory(), Endpoint("0" * 12, "127.0.0.1", 1, "token", 1, "0"))
     store.begin(Intent("a" * 32, "step-1", "alive", overwrite=False))
@@ -358,8 +361,8 @@ def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Pa
     assert store.list_staged() == ()
 
 
-def test_callers_that_pass_no_id_name_it_beforehand(tmp_path: Path) -> None:
-    """`reset` names the next save, and the loads from then on, where nobody can pass `checkpoint_id` to DCP's call."""
+def test_reset_sets_the_id_for_callers_that_pass_none(tmp_path: Path) -> None:
+    """`reset` sets the id of the next save, or of the next loads, for callers that cannot pass `checkpoint_id` to DCP."""
     writer, reader = ReplicatedWriter(tmp_path, copies=1), ReplicatedReader(tmp_path)
     for seed, name in enumerate(("step-1", "step-2")):
         writer.reset(name)
@@ -373,8 +376,8 @@ def test_callers_that_pass_no_id_name_it_beforehand(tmp_path: Path) -> None:
         dcp.save(state(), storage_writer=writer)
 
 
-def test_a_writer_that_went_to_another_process_is_the_same_writer(tmp_path: Path) -> None:
-    """A pickled writer has its arguments and nothing of a save, also after it has saved."""
+def test_a_pickled_writer_keeps_its_arguments(tmp_path: Path) -> None:
+    """A pickled writer keeps its arguments and drops its last report. The copy can save."""
     arguments: dict[str, Any] = {"copies": 3, "overwrite": True, "domain": "rack-7"}
     writer = ReplicatedWriter(tmp_path, **arguments)
     dcp.save(state(0), checkpoint_id="step-1", storage_writer=writer)
@@ -386,7 +389,7 @@ def test_a_writer_that_went_to_another_process_is_the_same_writer(tmp_path: Path
 
 
 def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
-    """A load of one tensor reads that tensor's bytes and no more items."""
+    """A load of one tensor reads only that item and its bytes."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     reader = ReplicatedReader(tmp_path)
     target = {"model": {"weight": torch.zeros(300, 200)}}
@@ -399,7 +402,7 @@ def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
 
 
 class RetiringPlanner(dcp.DefaultLoadPlanner):
-    """Has the checkpoint retired at its first item, as an agent's policy would, and keeps whether it went."""
+    """Retires the checkpoint at the first item, as an agent's policy would. `is_gone`: whether that removed it."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
@@ -414,8 +417,8 @@ class RetiringPlanner(dcp.DefaultLoadPlanner):
         return found_tensor
 
 
-def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
-    """However long a rank reads its own disk without a word to the agent; and it goes once the load is over."""
+def test_a_checkpoint_that_is_read_is_not_removed(tmp_path: Path) -> None:
+    """A checkpoint is not removed while a rank reads it from its own disk, and can be removed after the load."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save({"a": torch.arange(9)}, checkpoint_id="step-1", storage_writer=writer)
     planner, found = RetiringPlanner(tmp_path), {"a": torch.zeros(9, dtype=torch.int64)}
@@ -425,8 +428,10 @@ def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
     assert retire(tmp_path, "step-1", held.save_id)
 
 
-def test_what_was_read_when_it_was_replaced_goes_with_the_next_save(tmp_path: Path) -> None:
-    """A process by itself has no agent that would remove it later."""
+def test_a_version_replaced_during_a_read_is_removed_by_a_later_save(tmp_path: Path) -> None:
+    """A process without an agent replaced a checkpoint during a read: its next save after the read removes the old
+    version.
+    """
     writer, store = ReplicatedWriter(tmp_path, copies=1, overwrite=True), LocalStore(tmp_path)
     state = {"a": torch.arange(9)}
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
@@ -440,8 +445,8 @@ def test_what_was_read_when_it_was_replaced_goes_with_the_next_save(tmp_path: Pa
     assert replaced_saves(store) == []
 
 
-def test_what_all_ranks_read_lies_side_by_side(tmp_path: Path) -> None:
-    """Scalars and objects among large tensors are read with one block, not with one block of a tensor each."""
+def test_small_values_are_stored_together(tmp_path: Path) -> None:
+    """Small values among large tensors are stored together: a load of all of them reads at most one block."""
     names = [f"layer{index}" for index in range(6)]
     large: dict[str, Any] = {f"{name}.weight": torch.full((300_000,), 1.0) for name in names}
     small: dict[str, Any] = {f"{name}.step": torch.tensor(float(index)) for index, name in enumerate(names)}
@@ -459,7 +464,7 @@ def test_what_all_ranks_read_lies_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> None:
-    """Nothing found is CheckpointNotFound with the places; and looking creates nothing."""
+    """Without a checkpoint a load raises CheckpointNotFound with the searched root, and creates nothing."""
     root = tmp_path / "never"
     for asked in ("step-1", "latest"):
         with pytest.raises(CheckpointNotFound, match=str(root)):
@@ -468,8 +473,8 @@ def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("given_id", [None, "step-1"])
-def test_a_load_after_one_that_found_nothing_looks_anew(tmp_path: Path, given_id: str | None) -> None:
-    """A reader whose load names no checkpoint again: what was not there may have been saved meanwhile."""
+def test_a_load_after_a_failed_one_searches_again(tmp_path: Path, given_id: str | None) -> None:
+    """A load found no checkpoint, and a save then created it: the next load of the same reader finds it."""
     reader, target = ReplicatedReader(tmp_path), zeroed(state())
     reader.reset("step-1")
     with pytest.raises(CheckpointException, match="No checkpoint 'step-1'"):
@@ -480,7 +485,7 @@ def test_a_load_after_one_that_found_nothing_looks_anew(tmp_path: Path, given_id
 
 
 def test_a_reader_keeps_no_metadata_of_what_it_has_loaded(tmp_path: Path) -> None:
-    """It may live as long as the training does, as a manager's: all of it is walked through in each collection."""
+    """After a load the reader holds no checkpoint metadata, which each garbage collection would have to traverse."""
 
     def count_chunks() -> int:
         gc.collect()
@@ -493,12 +498,14 @@ def test_a_reader_keeps_no_metadata_of_what_it_has_loaded(tmp_path: Path) -> Non
     assert reader.last_load is not None
 
 
-def test_whether_a_checkpoint_is_there_can_be_asked(tmp_path: Path) -> None:
-    """None at first, then the newest whole one; what is not whole exists, and no whole one left is an error, not None."""
+def test_latest_and_exists(tmp_path: Path) -> None:
+    """`latest` returns None at first, then the newest complete checkpoint. `exists` is true for an incomplete one.
+    `latest` raises if all are incomplete.
+    """
     reader = ReplicatedReader(tmp_path)
     assert (reader.latest(), reader.exists("step-0")) == (None, False)
     LocalStore(tmp_path).begin(Intent("a" * 32, "step-0", "dead", overwrite=False))
-    assert (reader.latest(), reader.exists("step-0")) == (None, False), "a save that was begun is no checkpoint"
+    assert (reader.latest(), reader.exists("step-0")) == (None, False), "a staged save is no checkpoint"
     for seed in range(2):
         dcp.save(state(seed), checkpoint_id=f"step-{seed}", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     assert (reader.latest(), reader.exists(tmp_path / "step-0")) == ("step-1", True)
@@ -509,8 +516,10 @@ def test_whether_a_checkpoint_is_there_can_be_asked(tmp_path: Path) -> None:
         reader.latest()
 
 
-def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
-    """A node that takes part and is not reached is no proof that nothing is there; an old acquaintance is none to miss."""
+def test_an_unreachable_participant_is_listed_as_unreached(tmp_path: Path) -> None:
+    """CheckpointNotFound lists an unreachable node that takes part in the load, but not one that is only known from
+    before.
+    """
     gone = AgentAddress("b" * 12, "127.0.0.1", 9, "token")
     for expected, unreached in (([gone.node_id], 1), ([], 0)):
         with pytest.raises(CheckpointNotFound) as raised:
@@ -541,14 +550,14 @@ def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """The constructor names the argument, and nothing was written."""
+    """The writer's constructor raises ConfigInvalid that names the argument, and writes nothing."""
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
         ReplicatedWriter(tmp_path / "root", **arguments)
     assert not (tmp_path / "root").exists()
 
 
-def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:
-    """Settings are computed with it; what is kept of them is an int, as manifests and policies hold it."""
+def test_options_may_be_numpy_integers(tmp_path: Path) -> None:
+    """Options may be numpy integers. They are stored as int."""
     one: Any = np.int64(1)
     policy = Retention(keep_last=one, keep_every=one)
     with CheckpointManager(tmp_path, every=one, copies=one, object_every=one, retention=policy) as manager:
@@ -561,7 +570,7 @@ def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("root", [None, 3, "", "~/ckpt", "s3://bucket/x"])
 def test_a_root_is_a_directory(root: Any) -> None:
-    """Anything else is refused by the constructor; ~ would be a folder of that name."""
+    """The constructor refuses a root that is no path, a URL, or an unexpanded `~`."""
     hint = "os.path.expanduser" if root == "~/ckpt" else "a bucket belongs in object_store="
     with pytest.raises(ConfigInvalid, match=f"root.*{hint}"):
         ReplicatedWriter(root)
@@ -571,13 +580,13 @@ def test_a_root_is_a_directory(root: Any) -> None:
     "arguments", [{"lineage": 3}, {"storage_options": {"key": "x"}}, {"on_load": 3}, {"trust_pickles": "false"}]
 )
 def test_a_readers_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """As a writer's."""
+    """The reader's constructor raises ConfigInvalid that names the argument."""
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
         ReplicatedReader(tmp_path, **arguments)
 
 
 def test_a_file_is_no_store(tmp_path: Path) -> None:
-    """A reader of one says so, and not in the words of the system."""
+    """The root is a file: `latest` and a load raise ConfigInvalid."""
     (tmp_path / "file").write_text("x")
     reader = ReplicatedReader(tmp_path / "file")
     with pytest.raises(ConfigInvalid, match="is a file"):
@@ -588,7 +597,7 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
 
 
 def test_the_directory_above_stores_is_no_store(tmp_path: Path) -> None:
-    """A load there would take one node's checkpoint for the newest of all, under another name."""
+    """The root contains the stores of two nodes: loads and saves are refused, and the stores stay as they are."""
     roots, saved = [tmp_path / "node-0", tmp_path / "node-1"], {"a": torch.ones(2)}
     for root in roots:
         dcp.save(saved, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root))
@@ -611,10 +620,10 @@ def test_the_directory_above_stores_is_no_store(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_no_level_is_waited_for_that_does_not_come(
+def test_a_wait_for_an_unreachable_ack_level_is_refused(
     tmp_path: Path, options: dict[str, Any], reached: list[Ack], beyond: list[Ack]
 ) -> None:
-    """A wait for a level to which this writer's saves never come is refused at once; any other one returns."""
+    """`wait` for an ack level that this writer never reaches raises ConfigInvalid. For any other level it returns."""
     writer = ReplicatedWriter(tmp_path, copies=1, **options)
     dcp.save(state(), checkpoint_id="step-1", storage_writer=writer)
     for level in reached:
@@ -626,17 +635,17 @@ def test_no_level_is_waited_for_that_does_not_come(
 
 @pytest.mark.parametrize("given_id", [None, "../x", "/elsewhere/step-1", ".hidden"])
 def test_ids_that_cannot_work_are_refused(tmp_path: Path, given_id: str | None) -> None:
-    """A missing id, or one outside the root, is a ConfigInvalid of save and load."""
+    """A save and a load refuse a missing id, a hidden one, or one outside the root."""
     with pytest.raises(CheckpointException) as raised:
         dcp.save(state(), checkpoint_id=given_id, storage_writer=ReplicatedWriter(tmp_path))
     assert isinstance(the_cause(raised.value), ConfigInvalid)
-    # without an id DCP does not reset the reader, and repeats the error's text inside its own
+    # Without an id, DCP does not reset the reader, and quotes the error in its own.
     with pytest.raises((ConfigInvalid, CheckpointException), match="checkpoint_id"):
         dcp.load(state(), checkpoint_id=given_id, storage_reader=ReplicatedReader(tmp_path))
 
 
 def test_a_save_that_is_never_planned_leaves_no_store(tmp_path: Path) -> None:
-    """Until a rank presents itself to the others nothing of its node is made: a constructor touches no disk."""
+    """The writer creates nothing on disk before the ranks plan the save."""
     writer = ReplicatedWriter(tmp_path / "root", copies=1)
     writer.reset("step-1")
     writer.set_up_storage_writer(is_coordinator=True)

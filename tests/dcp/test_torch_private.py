@@ -1,4 +1,4 @@
-"""What we name of torch's private parts is there, and behaves as we rely on, in every supported version of torch."""
+"""The private parts of torch that the package uses exist, and behave as expected, in every supported version."""
 
 import concurrent.futures
 import gc
@@ -44,7 +44,7 @@ from tests.gloo import group_of_one
 
 
 class Witness(dcp.FileSystemWriter):
-    """Stock writer that notes what `find_call` sees from inside the hooks."""
+    """Stock writer that records what `find_call` returns inside its hook."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -56,7 +56,7 @@ class Witness(dcp.FileSystemWriter):
 
 
 class WitnessReader(dcp.FileSystemReader):
-    """Stock reader that does the same."""
+    """Stock reader that records what `find_call` returns inside its hooks."""
 
     def reset(self, checkpoint_id: object = None) -> None:
         self.seen = [find_call()]
@@ -69,7 +69,7 @@ class WitnessReader(dcp.FileSystemReader):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_hook_sees_the_dcp_call_it_is_part_of(tmp_path: object) -> None:
-    """`find_call` finds what the user passed, from every hook that uses it; outside a call it finds nothing."""
+    """`find_call` returns the user's arguments in every hook that uses it, and None outside a call."""
     assert find_call() is None
     writer, reader = Witness(str(tmp_path)), WitnessReader(str(tmp_path))
     dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
@@ -82,7 +82,7 @@ def test_a_hook_sees_the_dcp_call_it_is_part_of(tmp_path: object) -> None:
 
 
 class Follower(dcp.FileSystemWriter):
-    """Stock writer that follows how its save ends."""
+    """Stock writer that records the outcome of its save through `follow_step`."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -98,14 +98,14 @@ class Follower(dcp.FileSystemWriter):
 
 
 class FailingFollower(Follower):
-    """One whose commit fails."""
+    """A follower whose commit fails."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         raise OSError("the commit")
 
 
 class FollowingReader(dcp.FileSystemReader):
-    """Stock reader that follows how its load ends, and says something of its own in place of None."""
+    """Stock reader that records the outcome of its load, and sends values of its own in place of None."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self.outcomes: list[object] = []
@@ -119,8 +119,8 @@ class FollowingReader(dcp.FileSystemReader):
         return super().prepare_local_plan(plan)
 
 
-class Noting:
-    """The collectives of one process alone, and which of them are used."""
+class RecordingCollectives:
+    """Collectives for a single process that record which operations are used."""
 
     def __init__(self) -> None:
         self.used: list[str] = []
@@ -140,29 +140,29 @@ class Noting:
         return value
 
 
-class NotingWriter(Follower):
-    """A stock writer of which the steps use other collectives, and which follows how its save ends."""
+class RecordingWriter(Follower):
+    """Stock writer whose steps use `RecordingCollectives`, and which records the outcome of its save."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.noting = Noting()
+        self.recorder = RecordingCollectives()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        assert use_collectives(self.noting)
+        assert use_collectives(self.recorder)
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
-class NotingReader(dcp.FileSystemReader):
-    """The same, a reader."""
+class RecordingReader(dcp.FileSystemReader):
+    """Stock reader whose steps use `RecordingCollectives`."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        self.noting = Noting()
-        assert use_collectives(self.noting)
+        self.recorder = RecordingCollectives()
+        assert use_collectives(self.recorder)
         return super().read_metadata(*args, **kwargs)
 
 
 class AskingReader(dcp.FileSystemReader):
-    """One that asks whether plans are left as they are: its own, and, wrapped in it, those of another reader."""
+    """Asks `leaves_plans` about itself, or about the `inner` reader that it wraps."""
 
     def __init__(self, path: str, inner: dcp.FileSystemReader | None = None) -> None:
         super().__init__(path)
@@ -174,22 +174,24 @@ class AskingReader(dcp.FileSystemReader):
 
 
 class OtherPlanner(dcp.DefaultLoadPlanner):
-    """Of DCP's own class, with nothing of its own about all ranks' plans."""
+    """A subclass that changes neither the global plan nor the final plan."""
 
     def create_local_plan(self) -> LoadPlan:
         return super().create_local_plan()
 
 
-class LookingPlanner(dcp.DefaultLoadPlanner):
-    """One that looks at all plans."""
+class FilteringPlanner(dcp.DefaultLoadPlanner):
+    """Overrides `create_global_plan`."""
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return [plan for plan in global_plan if plan.items]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_reader_learns_whether_its_plans_are_left_as_they_are(tmp_path: Path) -> None:
-    """By a planner whose methods are DCP's own, which give back what they get, and where DCP asks that reader itself."""
+def test_leaves_plans_is_true_only_if_nothing_changes_a_plan(tmp_path: Path) -> None:
+    """`leaves_plans` is true for the reader that DCP calls if the planner inherits DCP's methods for the global and the
+    final plan. These methods return their argument.
+    """
     dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
 
     def is_told(planner: dcp.LoadPlanner | None, inner: dcp.FileSystemReader | None = None) -> bool:
@@ -200,7 +202,7 @@ def test_a_reader_learns_whether_its_plans_are_left_as_they_are(tmp_path: Path) 
     patched = dcp.DefaultLoadPlanner()
     patched.finish_plan = lambda new_plan: new_plan  # type: ignore[method-assign]
     assert [is_told(one) for one in (None, dcp.DefaultLoadPlanner(), OtherPlanner())] == [True] * 3
-    assert [is_told(one) for one in (FinishingPlanner(), LookingPlanner(), patched)] == [False] * 3
+    assert [is_told(one) for one in (FinishingPlanner(), FilteringPlanner(), patched)] == [False] * 3
     assert not is_told(None, dcp.FileSystemReader(str(tmp_path)))
     assert not leaves_plans(dcp.FileSystemReader(str(tmp_path)))
     plans, planner = [LoadPlan([])], dcp.DefaultLoadPlanner()
@@ -209,22 +211,24 @@ def test_a_reader_learns_whether_its_plans_are_left_as_they_are(tmp_path: Path) 
 
 
 class FinishingPlanner(dcp.DefaultLoadPlanner):
-    """One that has the last word about its rank's plan."""
+    """Overrides `finish_plan`."""
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         return super().finish_plan(central_plan)
 
 
 class FailingPlanner(dcp.DefaultLoadPlanner):
-    """One that fails after the ranks have planned, before any reads."""
+    """Fails after the ranks have planned, before any of them reads."""
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         raise OSError("the plan")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_hook_learns_how_its_step_ended(tmp_path: Path) -> None:
-    """A save: metadata where it is committed, else the error. A load: None or the error. Outside a call: nothing."""
+def test_follow_step_gets_the_outcome_of_the_step(tmp_path: Path) -> None:
+    """`follow_step` passes the metadata of a committed save, None after a load, or the error. Outside a call it returns
+    False.
+    """
     assert not follow_step(lambda collectives, value: collectives.broadcast_object(value))
     writer = Follower(str(tmp_path / "a"))
     for _ in range(2):
@@ -253,19 +257,19 @@ def test_a_hook_learns_how_its_step_ended(tmp_path: Path) -> None:
     ],
 )
 def test_the_entry_points_have_the_parameters_that_are_read(function: object) -> None:
-    """The names that `find_call` reads from the frames are those of the parameters."""
+    """DCP's entry points have the parameters that `find_call` reads from their frames."""
     parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     assert {"process_group", "no_dist"} <= set(parameters)
 
 
-def test_the_default_store_is_asked_for_where_it_is() -> None:
-    """Without a process group there is none, and torch says so itself."""
+def test_without_a_process_group_there_is_no_default_store() -> None:
+    """Without a process group, torch itself raises an error about the missing default store."""
     with pytest.raises((ValueError, RuntimeError)):
         torch_private.default_store()
 
 
 def test_storage_info_is_pickled_as_stock_torch_reads_it() -> None:
-    """Name, fields and module of the entries of `.metadata` are those of the stock writer."""
+    """The entries of `.metadata` have the name, fields and module of the stock writer's."""
     info = StorageInfo("__0_0.distcp", 1, 2)
     assert pickle.loads(pickle.dumps(info)) == info
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 1, 2)
@@ -273,15 +277,15 @@ def test_storage_info_is_pickled_as_stock_torch_reads_it() -> None:
     assert b"_StorageInfo" in pickle.dumps(info)
 
 
-def test_narrowing_takes_the_named_part() -> None:
-    """Offsets and sizes by dimension, for any number of dimensions, none included."""
+def test_narrow_takes_a_part_by_offsets_and_sizes() -> None:
+    """`narrow` takes offsets and sizes by dimension, also for a tensor without dimensions."""
     tensor = torch.arange(24).reshape(4, 6)
     assert torch.equal(narrow(tensor, (1, 2), (2, 3)), tensor[1:3, 2:5])
     assert narrow(torch.tensor(5), (), ()).item() == 5
 
 
 def test_crc_can_be_switched_off_and_the_result_still_loads() -> None:
-    """torch.save without the zip's CRC32 hands out the tensor's own memory, and torch.load takes the result."""
+    """`torch.load` reads what `torch.save` writes without CRC32."""
     was = torch.serialization.get_crc32_options()
     buffer = io.BytesIO()
     torch.serialization.set_crc32_options(False)
@@ -294,7 +298,7 @@ def test_crc_can_be_switched_off_and_the_result_still_loads() -> None:
 
 
 def test_flattening_names_what_dcps_planners_name() -> None:
-    """Keys of dictionaries and positions in lists, joined by dots; the path tells them apart."""
+    """`flatten` joins dictionary keys and list positions by dots, and returns the same paths as DCP's planner."""
     state = {"a": {"b": torch.ones(2), "c": 3}, "d": [torch.ones(1), {"e": 4}], "f": [1, 2]}
     values, paths = flatten(state)
     assert list(values) == ["a.b", "a.c", "d.0", "d.1.e", "f"]
@@ -305,8 +309,8 @@ def test_flattening_names_what_dcps_planners_name() -> None:
     assert metadata.create_local_plan().planner_data == paths
 
 
-def test_what_flattening_holds_goes_with_young_garbage() -> None:
-    """A planner lets go of a state, and so does what DCP has made to flatten it: at once, or (2.7) with that collection."""
+def test_a_flattened_state_is_freed_by_a_young_collection() -> None:
+    """A state that a planner has released is freed at once, or in torch 2.7 by the next young collection."""
     planner, tensor = dcp.DefaultSavePlanner(), torch.ones(3)
     held = weakref.ref(tensor)
     planner.set_up_planner({"nested": [tensor]})
@@ -318,7 +322,7 @@ def test_what_flattening_holds_goes_with_young_garbage() -> None:
 
 
 class StagingWitness(Witness):
-    """Stock writer, which is a stager as ours is, that notes what `find_async_call` sees."""
+    """Stock writer and stager that records what `find_async_call` returns."""
 
     def stage(self, state_dict: dict[str, object]) -> dict[str, object]:
         self.staged = find_async_call()
@@ -334,7 +338,9 @@ class StagingWitness(Witness):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_stager_sees_the_asynchronous_save_it_stages_for(tmp_path: Path) -> None:
-    """`find_async_call` finds where it saves, and its future as soon as it has one; outside a call it finds nothing."""
+    """`find_async_call` returns the arguments of the asynchronous save, and its future once DCP has created it. Outside
+    a call it returns None.
+    """
     assert find_async_call() is None
     writer = StagingWitness(str(tmp_path))
     future = dcp.async_save({"a": torch.ones(2)}, storage_writer=writer)  # torch 2.7 has no `no_dist` there
@@ -354,8 +360,10 @@ def _group_of_one() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_group_of_one")
-def test_a_dtensor_is_made_over_another_part() -> None:
-    """Its layout, shape, strides, dtype and `requires_grad` are the original's, and so is what DCP plans for it."""
+def test_a_dtensor_is_made_of_another_local_part() -> None:
+    """`with_local_part` keeps the layout, shape, strides, dtype and `requires_grad`. DCP plans the same items for the
+    result.
+    """
     for placement, needs_grad in ((Split(0), True), (Split(1), False), (Replicate(), False)):
         original = distribute_tensor(torch.arange(24.0).reshape(6, 4), init_device_mesh("cpu", (1,)), [placement])
         original.requires_grad_(needs_grad)
@@ -374,15 +382,17 @@ def test_a_dtensor_is_made_over_another_part() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_steps_of_a_call_use_the_collectives_that_it_is_given(tmp_path: Path) -> None:
-    """All of a save and the first step of a load, in this order; also that by which a follower learns how it ended."""
-    assert not use_collectives(Noting())
-    writer, reader = NotingWriter(str(tmp_path)), NotingReader(str(tmp_path))
+def test_the_steps_of_a_call_use_the_given_collectives(tmp_path: Path) -> None:
+    """After `use_collectives`, all steps of a save and the first step of a load use the given collectives, in this
+    order. A follower's broadcast uses them too.
+    """
+    assert not use_collectives(RecordingCollectives())
+    writer, reader = RecordingWriter(str(tmp_path)), RecordingReader(str(tmp_path))
     for _ in range(2):
-        writer.noting.used.clear()
+        writer.recorder.used.clear()
         dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
-        assert writer.noting.used == ["gather", "scatter", "gather", "broadcast"]
+        assert writer.recorder.used == ["gather", "scatter", "gather", "broadcast"]
         dcp.load({"a": torch.zeros(2)}, storage_reader=reader, no_dist=True)
-        assert reader.noting.used == ["gather", "scatter"]
-    assert writer.noting.coordinator == reader.noting.coordinator == 0
+        assert reader.recorder.used == ["gather", "scatter"]
+    assert writer.recorder.coordinator == reader.recorder.coordinator == 0
     assert [type(outcome) for outcome in writer.outcomes] == [Metadata] * 2

@@ -1,4 +1,4 @@
-"""OpenTelemetry: the spans of a save and of a load, by its own SDK."""
+"""OpenTelemetry spans of a save and a load, collected by the OpenTelemetry SDK."""
 
 import sys
 from collections.abc import Iterator
@@ -16,12 +16,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # DCP says that there is no process group
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # DCP warns that there is no process group
 
 
 @pytest.fixture
 def exporter() -> Iterator[InMemorySpanExporter]:
-    """Of a provider that is this process's as long as the test runs. OpenTelemetry lets no program set a second one."""
+    """The exporter of a provider that is installed for this test only. OpenTelemetry lets a program set its provider
+    only once.
+    """
     found, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(found))
     with mock.patch.object(trace, "_TRACER_PROVIDER", provider):
@@ -47,7 +49,7 @@ def within(inner: ReadableSpan, outer: ReadableSpan) -> bool:
 
 
 def test_a_save_and_a_load_have_spans_with_their_phases(tmp_path: Path, exporter: InMemorySpanExporter) -> None:
-    """They lie in the program's own span, and their phases in them."""
+    """The spans of a save and a load are children of the program's span, and contain the spans of their phases."""
     with trace.get_tracer("program").start_as_current_span("step"):
         save(tmp_path)
         load(tmp_path)
@@ -69,8 +71,8 @@ def test_a_save_and_a_load_have_spans_with_their_phases(tmp_path: Path, exporter
         assert span.status.is_unset
 
 
-def test_a_failure_is_an_error_of_the_span(tmp_path: Path, exporter: InMemorySpanExporter) -> None:
-    """Its class is an attribute."""
+def test_a_failure_sets_the_status_of_the_span(tmp_path: Path, exporter: InMemorySpanExporter) -> None:
+    """A failed load sets the span's status to ERROR, and `error.type` to the class of the error."""
     save(tmp_path)
     exporter.clear()
     with pytest.raises(Exception, match="step-2"):
@@ -82,15 +84,15 @@ def test_a_failure_is_an_error_of_the_span(tmp_path: Path, exporter: InMemorySpa
 
 
 def test_a_tracer_that_raises_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The save is committed by then; the error is logged."""
+    """A tracer that raises does not fail the save. The error is logged."""
     with mock.patch.object(trace, "get_tracer", side_effect=RuntimeError("no tracer today")):
         save(tmp_path)
     load(tmp_path)
     assert "no tracer today" in caplog.text
 
 
-def test_nothing_imports_it(tmp_path: Path) -> None:
-    """A program that has not imported OpenTelemetry pays nothing, though it is installed."""
+def test_nothing_imports_opentelemetry(tmp_path: Path) -> None:
+    """A save and a load do not import OpenTelemetry unless the program has imported it."""
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""One reader or writer, two threads at once: neither gets, or saves, what the other one asked for."""
+"""Two threads use one reader or writer at once: neither gets or saves the data of the other."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +35,7 @@ def save(writer: ReplicatedWriter, step: int, planner: DefaultSavePlanner | None
 
 
 def test_two_saves_with_one_writer_are_not_mixed(tmp_path: Path) -> None:
-    """The one that another has overtaken is refused; what the other has saved is not overwritten."""
+    """The save that was overtaken raises ConfigInvalid. The other save's checkpoint stays intact."""
     writer = ReplicatedWriter(tmp_path, copies=1, overwrite=True)
     with pytest.raises(CheckpointException) as raised:
         save(writer, 1, InterruptedSave(writer))
@@ -64,7 +64,9 @@ def load(reader: ReplicatedReader, name: str, target: torch.Tensor, planner: Def
 
 
 def test_two_loads_with_one_reader_are_not_mixed(tmp_path: Path) -> None:
-    """The one that another has overtaken is refused, and says what to do; the reader loads on."""
+    """The load that was overtaken raises ConfigInvalid with a hint, and leaves its tensor unchanged. The reader can
+    load again.
+    """
     for step in (1, 2):
         save(ReplicatedWriter(tmp_path, copies=1), step)
     reader = ReplicatedReader(tmp_path)

@@ -1,4 +1,6 @@
-"""The container: what we write, stock torch reads; what stock torch writes, we read; and the shortcut changes nothing."""
+"""The container format: stock torch reads what this package writes, and the reverse. The fast path from a template
+gives the same result as torch.
+"""
 
 import io
 import mmap
@@ -31,7 +33,7 @@ DTYPES.append(torch.float8_e4m3fn)
 
 
 class Stream(io.BytesIO):
-    """Keeps all, and notes what it was referred to."""
+    """Keeps all data, and records the memory that `refer` was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +64,10 @@ def written(writer: TensorWriter, tensor: torch.Tensor) -> memoryview:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4))
-def test_any_tensor_goes_both_ways(dtype: torch.dtype, shape: list[int]) -> None:
-    """The first of a kind (through torch) and the second (by the template) both load, with stock torch and with ours."""
+def test_any_tensor_is_exchanged_with_stock_torch(dtype: torch.dtype, shape: list[int]) -> None:
+    """The first tensor of a kind, written by torch, and later ones, written from the template, load with stock torch
+    and with this package.
+    """
     writer, reader = TensorWriter(), TensorReader()
     for _ in range(3):
         tensor = random_tensor(dtype, tuple(shape))
@@ -76,7 +80,7 @@ def test_any_tensor_goes_both_ways(dtype: torch.dtype, shape: list[int]) -> None
 
 
 class FullStream(Stream):
-    """Has room for so many bytes."""
+    """Has room for a number of bytes, then raises StoreFull."""
 
     def __init__(self, room_bytes: int) -> None:
         super().__init__()
@@ -88,8 +92,10 @@ class FullStream(Stream):
         return super().write(data)
 
 
-def test_an_error_of_the_stream_comes_out_as_it_is() -> None:
-    """Wherever it is met: torch, which writes what is more than its elements, would raise one of its own."""
+def test_an_error_of_the_stream_reaches_the_caller() -> None:
+    """The stream's StoreFull reaches the caller wherever it occurs. Torch, which writes a sparse tensor, would raise
+    its own error.
+    """
     tensor = torch.eye(300).to_sparse()
     size_bytes = len(written(TensorWriter(), tensor))
     for room_bytes in range(0, size_bytes, 500):
@@ -99,7 +105,7 @@ def test_an_error_of_the_stream_comes_out_as_it_is() -> None:
 
 @pytest.mark.parametrize("permuted", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
 def test_strides_are_kept(permuted: tuple[int, ...]) -> None:
-    """A permuted tensor is written as it lies in memory and comes back equal."""
+    """A permuted tensor is written in its memory order and loads equal."""
     writer, reader = TensorWriter(), TensorReader()
     for seed in range(3):
         tensor = (torch.arange(24) + seed).reshape(2, 3, 4).permute(permuted)
@@ -109,7 +115,7 @@ def test_strides_are_kept(permuted: tuple[int, ...]) -> None:
 
 
 def test_stock_containers_of_views_are_read_right() -> None:
-    """A container that stock torch wrote of a view with an offset or an overlap is not taken for a plain one."""
+    """Stock torch's container of a view with an offset or an overlap loads right: the fast path does not apply."""
     reader = TensorReader()
     for value in (2, 3, 1):
         for tensor in (torch.arange(4.0)[value : value + 1].expand(4), torch.arange(8.0)[value : value + 4]):
@@ -120,7 +126,7 @@ def test_stock_containers_of_views_are_read_right() -> None:
 
 
 def test_kinds_of_one_size_are_not_mistaken_for_each_other() -> None:
-    """Same number of bytes, other dtype or shape: each comes back as what it was."""
+    """Tensors of one byte size but different dtypes or shapes load with their own."""
     writer, reader = TensorWriter(), TensorReader()
     tensors = [
         torch.zeros(4, 6),
@@ -136,7 +142,7 @@ def test_kinds_of_one_size_are_not_mistaken_for_each_other() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
 def test_data_at_any_address_is_read(shift: int) -> None:
-    """An item that lies unaligned in memory is copied first."""
+    """A container at an unaligned address is copied, then read."""
     writer, reader = TensorWriter(), TensorReader()
     tensor = torch.arange(100, dtype=torch.int64)
     for _ in range(2):
@@ -148,7 +154,7 @@ def test_data_at_any_address_is_read(shift: int) -> None:
 
 @pytest.mark.parametrize("tensor", [torch.randn(4, dtype=torch.complex64).conj(), torch.randn(3, 3).to_sparse()])
 def test_unusual_tensors_go_through_torch(tensor: torch.Tensor) -> None:
-    """A lazy conjugate and a sparse tensor are written as torch writes them."""
+    """A lazy conjugate and a sparse tensor are written by torch."""
     found = TensorReader().read_tensor(written(TensorWriter(), tensor))
     assert torch.equal(
         found.to_dense() if found.is_sparse else found, tensor.to_dense() if tensor.is_sparse else tensor
@@ -157,14 +163,14 @@ def test_unusual_tensors_go_through_torch(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("elements", [1, TEMPLATE_BYTES_MAX // 8, TEMPLATE_BYTES_MAX // 8 + 1])
 def test_a_tensor_is_not_copied(elements: int) -> None:
-    """The stream is told where a tensor lies, also one that is a part of a larger storage; and it loads again."""
+    """The stream gets a reference to the tensor's own memory, also for a slice of a larger storage."""
     tensor = torch.arange(elements + 9)[5:-4]
     stream = Stream()
     TensorWriter().write_tensor(tensor, stream)
     (memory,) = stream.referred
     assert len(memory) == elements * 8
     tensor += 1
-    assert memory[:8].cast("q")[0] == 6, "it is the tensor's own memory"
+    assert memory[:8].cast("q")[0] == 6, "the reference is to the tensor's own memory"
     assert same(TensorReader().read_tensor(written(TensorWriter(), tensor)), tensor)
 
 
@@ -172,8 +178,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_a_container_is_learned_without_its_memory() -> None:
-    """Also where algorithms are to be deterministic: torch fills what it makes empty then, a whole tensor more."""
+def test_a_model_tensor_takes_no_memory() -> None:
+    """The model tensor takes no memory, also in torch's deterministic mode, which fills empty tensors."""
     elements = 1 << 24
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -185,8 +191,10 @@ def test_a_container_is_learned_without_its_memory() -> None:
     assert model.shape == (elements,)
 
 
-def test_what_surrounds_the_data_is_learned_the_same_in_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where the memory begins as a record of a container ends: torch mixes such data into its serialization ID."""
+def test_an_envelope_does_not_depend_on_the_models_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The envelope of a kind is the same whatever the model's memory contains. Torch adds data that looks like the end
+    of a record to its serialization ID.
+    """
 
     def model_in_used_memory(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
         model = empty_tensor(shape, dtype, stride)
@@ -202,7 +210,7 @@ def test_what_surrounds_the_data_is_learned_the_same_in_any_memory(monkeypatch: 
 
 
 def test_a_tensor_with_gaps_is_written_without_them() -> None:
-    """A column of a matrix is written alone."""
+    """Some columns of a matrix are written without the other columns."""
     for width in (4, TEMPLATE_BYTES_MAX):
         tensor = torch.arange(2.0 * width).reshape(2, width).T[: width // 2]
         raw = written(TensorWriter(), tensor)
@@ -212,7 +220,6 @@ def test_a_tensor_with_gaps_is_written_without_them() -> None:
 
 @pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(2)], "text"])
 def test_other_objects_are_no_tensor(value: Any) -> None:
-    """A container of something else is refused."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     with pytest.raises((ValueError, pickle.UnpicklingError)):
@@ -222,6 +229,6 @@ def test_other_objects_are_no_tensor(value: Any) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=400))
 def test_random_bytes_are_no_container(raw: bytes) -> None:
-    """Garbage is a ValueError from the parser, whatever it looks like."""
+    """Random bytes raise ValueError in the parser."""
     with pytest.raises(ValueError, match=r"zip|container"):
         data_range(memoryview(raw))

@@ -1,4 +1,4 @@
-"""Every dtype of torch: what stock torch saves is saved, and what it loads is loaded."""
+"""Every dtype of torch: the package saves and loads what stock torch saves and loads."""
 
 import io
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
 ]
 DTYPES = sorted((found for found in vars(torch).values() if isinstance(found, torch.dtype)), key=str)
-SMALL, LARGE = 256, 3 << 20  # within a window, and over several
+SMALL, LARGE = 256, 3 << 20  # within one window, and across several
 
 
 def numbers_as(dtype: torch.dtype, size_bytes: int, *, fill: int | None = None) -> torch.Tensor:
@@ -48,10 +48,12 @@ def loaded(target: torch.Tensor, reader: ReplicatedReader | FileSystemReader) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_stock_saves_is_saved_and_loads(
+def test_dtypes_that_stock_saves_are_saved_and_load(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers that are seen as any type, quantized ones too: ours takes what stock takes, and gives it back."""
+    """For each dtype the package saves if and only if stock saves. It loads the same bits, or fails where stock fails,
+    too.
+    """
     monkeypatch.chdir(tmp_path)
     tensor = numbers_as(dtype, SMALL)
     stock = is_saved(tensor, FileSystemWriter("a"))
@@ -64,8 +66,12 @@ def test_what_stock_saves_is_saved_and_loads(
 
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
 @pytest.mark.parametrize("size_bytes", [SMALL, LARGE])
-def test_numbers_seen_as_quantized_load_into_such(dtype: torch.dtype, size_bytes: int, tmp_path: Path) -> None:
-    """Stock saves a `tensor.view(torch.qint8)` and cannot load it; ours does both, and the file is what stock writes."""
+def test_numbers_viewed_as_quantized_load_into_quantized_tensors(
+    dtype: torch.dtype, size_bytes: int, tmp_path: Path
+) -> None:
+    """Stock saves a `tensor.view(torch.qint8)` but cannot load it. The package does both, and its container loads with
+    stock torch.
+    """
     tensor = numbers_as(dtype, size_bytes)
     dcp.save({"t": tensor}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
     assert loaded(numbers_as(dtype, size_bytes, fill=0), ReplicatedReader(tmp_path)) == bits(tensor)
@@ -77,8 +83,10 @@ def test_numbers_seen_as_quantized_load_into_such(dtype: torch.dtype, size_bytes
     assert bytes(ours.int_repr().view(torch.uint8).tolist()) == bits(tensor)
 
 
-def test_a_quantized_tensor_gets_no_numbers_without_their_scale(tmp_path: Path) -> None:
-    """What was saved without a scale fills no tensor that has one: that is an error, as with stock."""
+def test_numbers_without_a_scale_do_not_load_into_a_quantized_tensor(tmp_path: Path) -> None:
+    """Numbers saved without a scale do not load into a quantized tensor with a scale. The load fails, as with stock,
+    and the target stays unchanged.
+    """
     dcp.save({"t": numbers_as(torch.qint8, SMALL)}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
     target = torch.quantize_per_tensor(torch.zeros(SMALL), 0.5, 0, torch.qint8)
     with pytest.raises(CheckpointException, match="uantized"):

@@ -1,4 +1,4 @@
-"""Members of enums as Python 3.11.0 to 3.11.3 pickle them, by their name: `.metadata` has one for each kind of tensor."""
+"""Python 3.11.0 to 3.11.3 pickle the members of enums by name. `.metadata` contains such a member for each tensor."""
 
 import copyreg
 import io
@@ -48,7 +48,7 @@ def pickled(value: Any, protocol: int = pickle.DEFAULT_PROTOCOL) -> bytes:
 
 
 def as_object(value: Any, protocol: int = 2) -> memoryview:
-    """What `torch.save` makes of it there."""
+    """The container that `torch.save` writes on such a Python."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", pickled(value, protocol))
@@ -60,15 +60,15 @@ def stock_metadata(directory: Path, state: dict[str, Any]) -> Metadata:
     return dcp.FileSystemReader(directory).read_metadata()
 
 
-def test_metadata_of_such_a_python_is_read(tmp_path: Path) -> None:
-    """Also what stock DCP wrote there; each tensor has the properties that it was saved with."""
+def test_metadata_with_members_by_name_is_read(tmp_path: Path) -> None:
+    """Stock DCP's `.metadata` from such a Python is read with all tensor properties."""
     state = {"a": torch.ones(2, 3), "b": torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last), "c": {"x": 1}}
     metadata = stock_metadata(tmp_path / "stock", state)
     assert decode_metadata(pickled(metadata), "here") == metadata
 
 
-def test_a_checkpoint_of_such_a_python_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`.metadata` that names an enum's member by `getattr`, as Python 3.11.0 to 3.11.3 write it, is read."""
+def test_a_checkpoint_with_members_by_name_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint whose `.metadata` contains an enum member by `getattr` loads."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(copyreg, "dispatch_table", copyreg.dispatch_table | {MemoryFormat: by_name})
         dcp.save({"a": torch.arange(4.0)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_such_a_python_loads(tmp_path: Path, monkeypatch: pytest
 
 
 class Unpickled:
-    """Pickles as the name of something that is no member of an enum."""
+    """Pickles as `getattr` of these arguments, which name no member of an allowed enum."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -101,18 +101,20 @@ class Unpickled:
         ((Phase, "DECAY"), "names tests.dcp.items.test_enum_members.Phase"),
     ],
 )
-def test_nothing_else_is_had_by_its_name(arguments: tuple[Any, ...], said: str) -> None:
-    """`getattr` in `.metadata` gives members of the allowed enums alone: anything else is refused, by name."""
+def test_getattr_of_anything_else_is_refused(arguments: tuple[Any, ...], said: str) -> None:
+    """`getattr` in `.metadata` is allowed for members of the allowed enums only. Anything else raises MetadataUnsafe
+    with its name.
+    """
     with pytest.raises(MetadataUnsafe) as raised:
         decode_metadata(pickle.dumps(Metadata({}, Unpickled(*arguments), {})), "here")
     assert said in raised.value.message
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_an_object_may_have_members_of_an_enum_that_is_allowed(
+def test_members_of_an_allowed_enum_load(
     protocol: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """An enum that the user has allowed loads, its members too, and no save warns of it."""
+    """Once the user has allowed an enum, an object with its members loads, and a save gives no warning."""
     raw = as_object({"phase": [Phase.DECAY]}, protocol)
     with pytest.raises(ObjectUnsafe) as raised:
         load_object(raw, "trainer", "shard __0_0.distcp")
@@ -123,8 +125,7 @@ def test_an_object_may_have_members_of_an_enum_that_is_allowed(
     assert not list(recwarn)
 
 
-def test_an_object_may_not_have_what_an_enum_else_has() -> None:
-    """Of an enum that is allowed the members load, and not its methods."""
+def test_methods_of_an_allowed_enum_are_refused() -> None:
     raw = as_object(Unpickled(Phase, "describe"))
     with torch.serialization.safe_globals([Phase]), pytest.raises(ObjectUnsafe) as raised:
         load_object(raw, "trainer", "shard __0_0.distcp")

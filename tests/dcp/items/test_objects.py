@@ -1,4 +1,6 @@
-"""Objects in shards: what people save comes back equal, nothing in a shard runs, and a refusal says how to allow it."""
+"""Objects in shards: common objects load equal, a load runs no code from a shard, and a refusal explains how to allow
+the class.
+"""
 
 import argparse
 import collections
@@ -55,20 +57,20 @@ LR = torch.optim.lr_scheduler
 LOADED: dict[str, Any] = {
     "plain": {"a": [1, (2.0, "x", None, True)]},
     "bytes": b"x",
-    "no bytes": b"",
+    "empty bytes": b"",
     "a large number": 1 << 100,
-    "a cosine": scheduler(LR.CosineAnnealingLR, 3),
+    "a cosine schedule": scheduler(LR.CosineAnnealingLR, 3),
     "milestones": scheduler(LR.MultiStepLR, [2, 4]),
     "a function in a schedule": scheduler(LR.LambdaLR, lambda _: 1),
-    "a scaler": torch.amp.GradScaler("cpu").state_dict(),
+    "a gradient scaler": torch.amp.GradScaler("cpu").state_dict(),
     "torch's random state": torch.get_rng_state(),
     "Python's random state": random.getstate(),
     "numpy's random state": np.random.get_state(),
     "a generator's state": np.random.default_rng(1).bit_generator.state,
     "another generator's state": np.random.SFC64(1).state,
-    "a scalar": np.float64(1.5),
-    "a truth": np.bool_(1),
-    "a moment": np.datetime64("2020-01-01T00:00:01", "ns"),
+    "a numpy scalar": np.float64(1.5),
+    "a numpy bool": np.bool_(1),
+    "a numpy datetime": np.datetime64("2020-01-01T00:00:01", "ns"),
     "an array": np.arange(6, dtype=">i4").reshape(2, 3),
     "an array in columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "an array without elements": np.empty((0, 4), np.float16),
@@ -89,7 +91,7 @@ LOADED: dict[str, Any] = {
     "a lazy conjugate": torch.ones(2, dtype=torch.complex64).conj(),
 }
 PATHS_HOME = pathlib.PosixPath.__module__
-"""`pathlib._local` in Python 3.13 alone."""
+"""`pathlib._local` in Python 3.13, `pathlib` in others."""
 
 ALLOWED: dict[str, tuple[Any, str]] = {
     "defaultdict": (collections.defaultdict(int, a=1), "import collections; {}([int, collections.defaultdict])"),
@@ -113,7 +115,7 @@ def saved(value: Any) -> memoryview:
 
 
 def container(pickled: bytes, **records: bytes) -> memoryview:
-    """A container with this pickle, as torch.save would write it, and elements."""
+    """A container as `torch.save` writes it, with this pickle and these records."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", **records}.items():
@@ -121,8 +123,8 @@ def container(pickled: bytes, **records: bytes) -> memoryview:
     return memoryview(buffer.getvalue())
 
 
-def again(value: Any) -> Any:
-    """What the planner's own load gives."""
+def saved_and_loaded(value: Any) -> Any:
+    """The object after a save and a load, as DCP's planner loads it."""
     return torch.load(save_again(saved(value), "key", "shard"), weights_only=False)
 
 
@@ -147,15 +149,15 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("value", LOADED.values(), ids=LOADED)
-def test_what_people_save_comes_back(value: Any) -> None:
-    """Type and value, by default, as torch's own load would have it."""
-    assert_same(again(value), torch.load(io.BytesIO(saved(value)), weights_only=False))
+def test_common_objects_load(value: Any) -> None:
+    """Common objects load by default with the same type and value as by `torch.load`."""
+    assert_same(saved_and_loaded(value), torch.load(io.BytesIO(saved(value)), weights_only=False))
 
 
-def test_what_is_shared_stays_shared() -> None:
-    """Two views of one storage, and one list in two places."""
+def test_shared_objects_stay_shared() -> None:
+    """Two views of one storage, and one list at two keys, stay shared."""
     storage, items = torch.arange(8.0), [1]
-    found = again({"whole": storage, "part": storage[2:4], "one": items, "other": items})
+    found = saved_and_loaded({"whole": storage, "part": storage[2:4], "one": items, "other": items})
     found["whole"][2] = 9
     assert found["part"][0] == 9
     assert found["one"] is found["other"]
@@ -163,7 +165,7 @@ def test_what_is_shared_stays_shared() -> None:
 
 @pytest.fixture
 def safe_globals() -> Iterator[None]:
-    """What a test adds to them is gone afterwards."""
+    """Restores torch's safe globals after the test."""
     before = torch.serialization.get_safe_globals()
     yield
     torch.serialization.clear_safe_globals()
@@ -172,7 +174,9 @@ def safe_globals() -> Iterator[None]:
 
 @pytest.mark.parametrize(("value", "line"), ALLOWED.values(), ids=ALLOWED)
 def test_other_classes_are_allowed_by_one_line(value: Any, line: str, safe_globals: None) -> None:
-    """The error names the entry, the class, the shard and the line, and with that very line the object loads."""
+    """The error names the entry, the class and the shard, and its hint is a line of code. After that line the object
+    loads.
+    """
     line = line.format("torch.serialization.add_safe_globals")
     with pytest.raises(ObjectUnsafe) as raised:
         save_again(saved(value), "app.state", "shard __0_0.distcp")
@@ -180,11 +184,11 @@ def test_other_classes_are_allowed_by_one_line(value: Any, line: str, safe_globa
     assert f"`{line}`" in raised.value.hint
     assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
     exec(line, {"torch": torch})
-    assert again(value) == value
+    assert saved_and_loaded(value) == value
 
 
 class Planted:
-    """Makes a directory when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -203,7 +207,7 @@ def load(root: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> tuple[Path, Path]:
-    """A store with a checkpoint whose object runs code, and what that code would make."""
+    """A store with a checkpoint whose object runs code, and the path that this code would create."""
     flag = tmp_path / "executed"
     state = {"w": torch.arange(8.0), "sched": Planted(flag)}
     dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "root", copies=1), no_dist=True)
@@ -211,7 +215,9 @@ def planted(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_a_load_runs_nothing_that_a_shard_holds(planted: tuple[Path, Path]) -> None:
-    """`dcp.load` raises ObjectUnsafe, which names the entry, the function and the shard; with trust it runs, as said."""
+    """`dcp.load` raises ObjectUnsafe with the entry, the function and the shard, and runs nothing. With `trust_pickles`
+    the code runs.
+    """
     root, flag = planted
     with pytest.raises(CheckpointException) as raised:
         load(root)
@@ -223,8 +229,8 @@ def test_a_load_runs_nothing_that_a_shard_holds(planted: tuple[Path, Path]) -> N
     assert flag.exists()
 
 
-def test_a_manager_trusts_no_pickles_unless_it_is_told_to(planted: tuple[Path, Path]) -> None:
-    """`restore_latest`, too."""
+def test_a_manager_trusts_no_pickles_by_default(planted: tuple[Path, Path]) -> None:
+    """`restore_latest` runs no code from a pickle, unless the manager has `trust_pickles`."""
     root, flag = planted
     with CheckpointManager(root, writer_options={"copies": 1}) as manager, pytest.raises(CheckpointException):
         manager.restore_latest({"w": torch.zeros(8), "sched": None})
@@ -235,7 +241,7 @@ def test_a_manager_trusts_no_pickles_unless_it_is_told_to(planted: tuple[Path, P
 
 
 def test_no_command_runs_what_a_shard_holds(planted: tuple[Path, Path], tmp_path: Path) -> None:
-    """Each verb that reads checkpoints, with the object in it; `--trust-pickles` is what the operator has to write."""
+    """No command that reads the checkpoint runs code from a shard, unless the operator passes `--trust-pickles`."""
     root, flag = planted
     out = tmp_path / "out"
     out.mkdir()
@@ -252,7 +258,9 @@ def test_no_command_runs_what_a_shard_holds(planted: tuple[Path, Path], tmp_path
 
 
 def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each class in a process, with the line that allows it; never of what loads."""
+    """A save warns once per class and process, with the line that allows the class. It does not warn about objects that
+    load.
+    """
     for name in ("_seen", "_warned"):
         monkeypatch.setattr(weights_only, name, set())
     with warnings.catch_warnings(record=True) as caught:
@@ -270,7 +278,7 @@ def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypat
 
 
 def test_a_save_warns_of_what_is_nested_too_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each entry: it names nothing that a search would find."""
+    """A save warns about an object that is nested more than 100 levels deep."""
     monkeypatch.setattr(weights_only, "_seen", set())
     monkeypatch.setattr(weights_only, "_warned", set())
     for depth, is_refused in ((90, False), (120, True)):
@@ -285,7 +293,9 @@ def test_a_save_warns_of_what_is_nested_too_deep(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_save_warns_of_arrays_that_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pickles name what those of numbers name, which were saved before and load."""
+    """A save warns about numpy arrays of objects, although their pickles name the same classes as arrays of numbers,
+    which load.
+    """
     for name in ("_seen", "_warned"):
         monkeypatch.setattr(weights_only, name, set())
     state = {
@@ -305,7 +315,7 @@ def test_a_save_warns_of_arrays_that_a_load_would_refuse(tmp_path: Path, monkeyp
 
 
 def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    """The error is its own, as with stock; which of thousands of entries it is of stands under it."""
+    """The pickling error is raised as with stock, with a note that names the entry. The earlier checkpoint still loads."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
     with pytest.raises(CheckpointException, match=r"The entry 'sampler.key' of the state dict raised it"):
@@ -315,16 +325,20 @@ def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     assert torch.equal(found["a"], torch.ones(2))
 
 
-def test_a_large_object_under_a_name_that_is_no_unicode_is_saved(tmp_path: Path) -> None:
-    """A name may hold half of a surrogate pair, as that of a file whose name is not UTF-8. Stock saves and loads it."""
+def test_a_name_may_contain_a_lone_surrogate(tmp_path: Path) -> None:
+    """An entry's name may contain a lone surrogate, as a file name that is not UTF-8 does. Stock saves and loads such a
+    name, too.
+    """
     name, value, found = "name \udcff", b"x" * (1 << 20), {"name \udcff": None}
     dcp.save({name: value}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     dcp.load(found, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
     assert found == {name: value}
 
 
-def test_what_is_nested_too_deep_for_a_load_is_not_saved(tmp_path: Path) -> None:
-    """A load believes no `.metadata` with longer paths: the save names the entry, and the checkpoint before stands."""
+def test_an_entry_nested_too_deep_for_a_load_is_not_saved(tmp_path: Path) -> None:
+    """An entry nested deeper than a load accepts fails the save, which names the entry. The earlier checkpoint stays
+    the latest.
+    """
 
     def nested(levels: int) -> dict[str, Any]:
         state: dict[str, Any] = {"w": torch.ones(2)}
@@ -342,14 +356,14 @@ def test_what_is_nested_too_deep_for_a_load_is_not_saved(tmp_path: Path) -> None
     assert reader.last_load.checkpoint_id == "step-1"
 
 
-def test_what_torch_itself_cannot_allow_keeps_no_other_load_from_reading(safe_globals: None) -> None:
-    """Ellipsis knows no name of its own: it was added without one, as an earlier hint said."""
+def test_a_nameless_safe_global_breaks_no_load(safe_globals: None) -> None:
+    """An object without a name, such as Ellipsis, in torch's safe globals does not break the loads of other objects."""
     nameless: Any = ...
     torch.serialization.add_safe_globals([nameless])
-    assert again({"a": 1}) == {"a": 1}
+    assert saved_and_loaded({"a": 1}) == {"a": 1}
 
 
-# Bytes that only somebody hostile writes ------------------------------------------------------------------------------
+# Bytes that only an attacker writes ------------------------------------------------------------------------------------
 
 
 def named(module: str, name: str) -> bytes:
@@ -393,12 +407,12 @@ DTYPE = named("numpy", "dtype")
 DOUBLED = b")q\x00" + b"".join(fetched(at) + b"\x86q" + bytes([at + 1]) for at in range(60))
 HOSTILE: dict[str, bytes] = {
     "os.system": named("os", "system") + text("true") + b"\x85R",
-    "a function by its old name": named("__builtin__", "eval") + text("1") + b"\x85R",
+    "a builtin by its Python 2 name": named("__builtin__", "eval") + text("1") + b"\x85R",
     "torch.load": named("torch", "load") + text("x") + b"\x85R",
     "memory of any size": named("__builtin__", "bytearray") + number(1 << 40) + b"\x85R",
     "a tensor of any size": named("torch", "FloatTensor") + number(1 << 40) + b"\x85R",
     "a storage of any size": named("torch.storage", "UntypedStorage") + number(1 << 40) + b"\x85R",
-    "a tensor of any size by another's call": named("torch._tensor", "_rebuild_from_type_v2")
+    "a tensor of any size by an indirect call": named("torch._tensor", "_rebuild_from_type_v2")
     + b"("
     + named("torch", "FloatTensor")
     + named("torch", "Tensor")
@@ -415,17 +429,17 @@ HOSTILE: dict[str, bytes] = {
     "an element of shared tuples": named("__builtin__", "set") + b"](" + DOUBLED + b"e\x85R",
     "a tuple in a tuple, without end": b")" + b"\x85" * 200_000,
     "a list in itself": b"]q\x00h\x00a",
-    "a state that steers picklers": named("collections", "OrderedDict")
+    "a state that overrides a method of pickle": named("collections", "OrderedDict")
     + b")R}"
     + text("__reduce_ex__")
     + named("torch", "Size")
     + b"sb",
     "a state for a value of torch's": named("torch", "Size") + b")\x85R}b",
-    "addresses for objects of Python's": named("numpy._core.multiarray", "_reconstruct")
+    "addresses as Python objects": named("numpy._core.multiarray", "_reconstruct")
     + (named("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R(K\x01K\x01\x85")
     + (DTYPE + text("V8") + b"\x89\x88\x87R(K\x03" + text("|") + b"N" + text("a") + b"\x85}" + text("a"))
     + (DTYPE + text("O8") + b"\x89\x88\x87RK\x00\x86sK\x08K\x01K\x00tb\x89C\x08AAAAAAAAtb"),
-    "an array of objects of Python's": pickle.dumps(np.array([1, "a"], object), 2)[2:-1],
+    "an array of Python objects": pickle.dumps(np.array([1, "a"], object), 2)[2:-1],
     "an array beyond its bytes": pickle.dumps(np.arange(4, dtype="i8"), 2)[2:-1].replace(b"K\x04\x85", b"K\x09\x85"),
     "a sparse tensor with an index outside": b"",
     "a frame": b"\x95" + struct.pack("<Q", 1) + b"N",
@@ -436,13 +450,13 @@ HOSTILE: dict[str, bytes] = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_bytes_are_refused(body: bytes, request: pytest.FixtureRequest) -> None:
-    """Nothing is called, no memory is asked for and nothing hangs: ObjectUnsafe, whatever it would have been."""
+    """Hostile bytes raise ObjectUnsafe. They call nothing, allocate no memory and do not hang."""
     raw = container(b"\x80\x02" + body + b".", **{"data/0": bytes(16)})
     if "index outside" in request.node.name:
         outside = torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (3,), check_invariants=False)
         raw = saved(outside)
     if request.node.name.endswith("[a frame]"):
-        assert load_object(raw, "key", "shard") is None, "a frame by itself is none"
+        assert load_object(raw, "key", "shard") is None, "a pickle frame alone is harmless"
         return
     with pytest.raises(ObjectUnsafe, match="'key' in shard"):
         load_object(raw, "key", "shard")
@@ -457,7 +471,7 @@ def deflated(raw: memoryview) -> bytes:
 
 
 def twice(raw: memoryview) -> bytes:
-    """With another pickle under a name that torch's reader of zips takes for the same."""
+    """Adds another pickle under a name that torch's zip reader treats as the same."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(buffer, "w") as to:
         for entry in source.infolist():
@@ -469,16 +483,16 @@ def twice(raw: memoryview) -> bytes:
 CONTAINERS: dict[str, Callable[[memoryview], bytes]] = {
     "compressed records": deflated,
     "two records of the same name": twice,
-    "an early end": lambda raw: bytes(raw[:-1]),
-    "bytes behind it": lambda raw: bytes(raw) + b"\0",
+    "truncated": lambda raw: bytes(raw[:-1]),
+    "trailing bytes": lambda raw: bytes(raw) + b"\0",
     "no container": lambda raw: b"some planner's own bytes",
-    "nothing": lambda raw: b"",
-    "the other order of bytes": lambda raw: bytes(raw).replace(b"little", b"bigbig"),
+    "empty": lambda raw: b"",
+    "big-endian": lambda raw: bytes(raw).replace(b"little", b"bigbig"),
 }
 
 
 @pytest.mark.parametrize("change", CONTAINERS.values(), ids=CONTAINERS)
 def test_only_containers_of_torch_save_are_read(change: Callable[[memoryview], bytes]) -> None:
-    """A container that others would unpack, or read in another way, is refused."""
+    """A container that other readers would decompress, or read differently, is refused."""
     with pytest.raises(ObjectUnsafe):
         load_object(memoryview(change(saved({"a": torch.ones(100)}))), "key", "shard")

@@ -1,4 +1,6 @@
-"""Tensors of a class of their own: the save warns, the load says which line allows them, and with it they load."""
+"""Tensors of a user's class: the save warns, the load fails with a line of code that allows the class, and after that
+line they load.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ LINE = f"`import {__name__}; torch.serialization.add_safe_globals([{__name__}.Sc
 
 
 class Scaled(torch.Tensor):
-    """A subclass, as of a library for quantization."""
+    """A tensor subclass, as of a quantization library."""
 
 
 class Named(torch.nn.Parameter):
@@ -47,7 +49,9 @@ def load(root: Path, *, trust_pickles: bool = False) -> torch.Tensor:
 
 
 def test_a_class_that_nothing_allows_is_named(saved: Path) -> None:
-    """It is no damage of a disk: the error has the entry, the class, and the line with which it loads."""
+    """The load raises ObjectUnsafe with the entry, and the hint has the line that allows the class. After that line the
+    tensor loads.
+    """
     with pytest.raises(CheckpointException) as raised:
         load(saved)
     error = raised.value.failures[0][0]
@@ -58,13 +62,12 @@ def test_a_class_that_nothing_allows_is_named(saved: Path) -> None:
     assert torch.equal(load(saved), torch.arange(5.0))
 
 
-def test_pickles_that_are_trusted_are_loaded(saved: Path) -> None:
-    """As the hint says."""
+def test_trusted_pickles_are_loaded(saved: Path) -> None:
     assert torch.equal(load(saved, trust_pickles=True), torch.arange(5.0))
 
 
 def test_an_entry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A tensor without values, and one of a class that no pickle can name."""
+    """A meta tensor, and a tensor of a local class, fail the save. The error names the entry."""
 
     class Local(torch.Tensor):
         pass
@@ -92,13 +95,13 @@ def test_an_entry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ],
     ids=["sparse", "sparse, trained", "quantized"],
 )
-def test_what_is_more_than_its_elements_comes_into_the_states_own_tensor(
-    tmp_path: Path, saved: torch.Tensor, held: torch.Tensor
-) -> None:
-    """Indices and scales too, in place: torch gives them to the tensor itself that is copied into, not to what views it."""
+def test_indices_and_scales_load_in_place(tmp_path: Path, saved: torch.Tensor, held: torch.Tensor) -> None:
+    """Sparse indices and quantization scales load in place. Torch sets them on the target of a copy itself, not on its
+    views.
+    """
     dcp.save({"t": saved}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1), no_dist=True)
     state = {"t": held}
-    with torch.device("meta"):  # torch's default device is not where tensors are made
+    with torch.device("meta"):  # the load does not create tensors on torch's default device
         dcp.load(state, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
     assert state["t"] is held
     found = held.detach()

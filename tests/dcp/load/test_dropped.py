@@ -1,4 +1,4 @@
-"""Loads of a checkpoint without its optimizer: the weights load, with stock torch too; the rest is refused."""
+"""Loads of a checkpoint whose optimizer was dropped: the weights load, also with stock torch. The optimizer is refused."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ SIZE = 200_000
 
 
 def state(seed: int) -> dict[str, Any]:
-    """A model with an optimizer twice as large, and a step."""
+    """A model, an optimizer twice as large, and a step."""
     generator = torch.Generator().manual_seed(seed)
     moments = {name: torch.rand(SIZE, generator=generator) for name in ("exp_avg", "exp_avg_sq")}
     return {
@@ -51,7 +51,7 @@ def slim_here(root: Path, step: int) -> Manifest:
 
 
 def error_of(failed: BaseException) -> BaseException:
-    """What rank 0 raised."""
+    """The error that rank 0 raised."""
     assert isinstance(failed, CheckpointException)
     return failed.failures[0][0]
 
@@ -69,7 +69,7 @@ def check_weights(found: Mapping[str, Any], step: int) -> None:
 
 
 def test_the_weights_load(root: Path) -> None:
-    """With this package and with stock torch, from half the bytes. What stands beside the weights is there, too."""
+    """The weights and the step load with this package and with stock torch, from less than half the bytes."""
     save(root, range(1, 3))
     before = sum(path.stat().st_size for path in (root / "step-1").iterdir())
     slim_here(root, 1)
@@ -84,7 +84,9 @@ def test_the_weights_load(root: Path) -> None:
 
 @pytest.mark.parametrize("planner", [{}, {"allow_partial_load": True}])
 def test_the_optimizer_is_refused(root: Path, planner: dict[str, Any]) -> None:
-    """One error names the newest full checkpoint and the way out; nothing is read. A full checkpoint loads all of it."""
+    """A load of the optimizer raises OptimizerDropped, which names the newest full checkpoint, and changes nothing. A
+    full checkpoint loads completely.
+    """
     save(root, range(1, 4))
     slim_here(root, 1)
     wanted = state(7)
@@ -98,19 +100,23 @@ def test_the_optimizer_is_refused(root: Path, planner: dict[str, Any]) -> None:
     assert torch.equal(wanted["model"]["weight"], state(7)["model"]["weight"])
     reader = ReplicatedReader(root)
     reader.reset("step-1")
-    assert "optim.state.weight.exp_avg" not in reader.read_metadata().state_dict_metadata  # a look by hand
+    assert (
+        "optim.state.weight.exp_avg" not in reader.read_metadata().state_dict_metadata
+    )  # metadata read without a load
     found = load(root, wanted, "latest")
     assert torch.equal(found["optim"]["state"]["weight"]["exp_avg"], state(3)["optim"]["state"]["weight"]["exp_avg"])
     check_weights(found, 3)
 
 
-def test_a_manager_keeps_full_ones(root: Path) -> None:
-    """Its policy drops the optimizer of older checkpoints; `latest` is full, and an older one gives its model."""
+def test_a_manager_keeps_full_checkpoints(root: Path) -> None:
+    """The manager's policy drops the optimizer of older checkpoints. `restore` gives the newest full one, and an older
+    one gives its model.
+    """
     manager = CheckpointManager(root, copies=1, expect_partial=True, retention=Retention(keep_last=4, full_last=2))
     for step in range(1, 5):
         manager.save(step, state(step))
     store = LocalStore(root)
-    wait_for(lambda: _full(store) == [3, 4], 30, "two full ones")
+    wait_for(lambda: _full(store) == [3, 4], 30, "two full checkpoints")
     found = state(7)
     assert manager.restore(found) == 4
     assert found["optim"]["param_groups"][0]["lr"] == pytest.approx(0.4)
@@ -132,8 +138,8 @@ def _full(store: LocalStore) -> list[int]:
     return sorted(manifest.sequence for _, manifest in store.catalog.committed() if not manifest.is_slim)
 
 
-def test_names_of_weights_are_no_dropped_ones() -> None:
-    """Under a first name that model and optimizer share, only the optimizer's names are refused."""
+def test_only_the_optimizers_names_are_refused() -> None:
+    """Model and optimizer share the first part of their names: only the optimizer's names are refused."""
     entries = dict.fromkeys(("app.model.w", "step"), BytesStorageMetadata())
     left = EntriesLeft(entries, ("app.optimizer",), OptimizerDropped("step-1", ("app.optimizer",)))
     assert "app.model.w" in left

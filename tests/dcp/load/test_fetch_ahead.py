@@ -1,4 +1,4 @@
-"""Fetching ahead: windows come in order, in bounded memory, and whatever goes wrong in a thread reaches the rank."""
+"""FetchAhead returns windows in order, in bounded memory, and raises an error of a thread in the rank."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ WINDOWS = [Window("shard", index * CELL_BYTES, 8) for index in range(3 * BUFFERS
 
 
 class Bytes:
-    """A reader whose windows hold their number; `on_read` is called before each read."""
+    """A reader whose windows contain their number. `on_read` is called before each read."""
 
     def __init__(self, on_read: Callable[[int], None]) -> None:
         self._on_read = on_read
@@ -46,7 +46,7 @@ def take_all(ahead: FetchAhead) -> None:
 
 
 def test_windows_come_in_order_and_not_too_early() -> None:
-    """No more than the buffers hold is fetched before it is used."""
+    """Windows arrive in order. The threads fetch ahead no more windows than there are buffers."""
     read: list[int] = []
     ahead = ahead_of(read.append)
     for number, window in enumerate(WINDOWS):
@@ -59,8 +59,8 @@ def test_windows_come_in_order_and_not_too_early() -> None:
 
 
 @pytest.mark.parametrize("error", [ShardLost("c", {"shard": "node"}, ()), OSError(24, "Too many open files")])
-def test_what_goes_wrong_with_a_window_is_raised(error: Exception) -> None:
-    """An error of ours is that window's; any other one is the rank's."""
+def test_an_error_of_a_window_is_raised(error: Exception) -> None:
+    """An error while a window is read is raised in the rank, with its class."""
 
     def on_read(number: int) -> None:
         if number == 4:
@@ -72,8 +72,8 @@ def test_what_goes_wrong_with_a_window_is_raised(error: Exception) -> None:
     ahead.stop()
 
 
-def test_threads_that_cannot_work_do_not_leave_the_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no memory for buffers the rank learns it, instead of waiting for windows that never come."""
+def test_a_rank_does_not_wait_for_threads_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for buffers the rank gets MemoryError, and does not wait for a window forever."""
     monkeypatch.setattr(loading, "CELL_BYTES", 1 << 62)
     ahead = ahead_of(lambda _: None)
     with pytest.raises(MemoryError):
@@ -81,8 +81,8 @@ def test_threads_that_cannot_work_do_not_leave_the_rank_waiting(monkeypatch: pyt
     ahead.stop()
 
 
-def test_threads_that_hang_hold_the_end_up_for_a_second(stopwatch: Stopwatch) -> None:
-    """All together, not each of them: an error has to reach the other ranks."""
+def test_stop_waits_a_second_for_hanging_threads(stopwatch: Stopwatch) -> None:
+    """`stop` waits for hanging threads for a second in all, as the rank must report its error to the others."""
     hanging = threading.Event()
 
     def on_read(_: int) -> None:

@@ -1,4 +1,4 @@
-"""A rank that is interrupted while the ranks of a load meet: what the others are told of it."""
+"""A rank is interrupted while the ranks of a load exchange posts: what that rank posts to the others."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -34,8 +34,10 @@ class Board:
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_an_interrupted_rank_says_on_where_it_waits(in_step: bool) -> None:
-    """Out of DCP's first step it goes on to DCP's gathering: the others may not end before that, as without the signal."""
+def test_an_interrupted_rank_posts_where_it_waits(in_step: bool) -> None:
+    """The interrupted rank posts its error and whether DCP's first step is under way. Inside that step it goes on to
+    DCP's collective, which the others wait in.
+    """
     board, world = Board(), SimpleNamespace(is_coordinator=False, group_name="an interrupted load", rank=1)
     with pytest.raises(AgreedError) as raised:
         _agree(world, board, {"checkpoint_id": "step-1", "in_step": in_step}, None, lambda _: None)  # type: ignore[arg-type, return-value]

@@ -1,4 +1,4 @@
-"""A copy that is known to be damaged: what "latest" gives where it is the only one. A load that goes back so says it."""
+"""The only copy of the newest checkpoint is known to be damaged: "latest" loads an older one, and the load warns."""
 
 import errno
 import logging
@@ -32,7 +32,9 @@ SHARD = "__0_0.distcp"
 
 
 def test_latest_is_an_older_checkpoint_where_the_newest_is_known_to_be_damaged(tmp_path: Path) -> None:
-    """The agent of the node has found and noted it; a load that goes by sizes alone would fail each time again."""
+    """The agent has recorded damage in the newest checkpoint: "latest" loads the one before. File sizes alone would
+    select the damaged one each time.
+    """
     for step in (1, 2):
         saved = {"x": torch.full((1000,), float(step))}
         dcp.save(saved, checkpoint_id=f"step-{step}", storage_writer=ReplicatedWriter(tmp_path, copies=1))
@@ -49,10 +51,12 @@ def test_latest_is_an_older_checkpoint_where_the_newest_is_known_to_be_damaged(t
     [((SHARD,), (), 0, True), ((SHARD,), (SHARD,), 0, False), ((SHARD,), (), 1, False), ((), (), 0, False)],
     ids=["the-only-copy", "its-footer-alone", "one-of-two", "intact"],
 )
-def test_one_damaged_copy_alone_is_none(
+def test_a_shard_with_one_damaged_copy_alone_is_missing(
     damaged: tuple[str, ...], footer_damaged: tuple[str, ...], others: int, *, is_lacking: bool
 ) -> None:
-    """Several damaged ones may make up for each other, and data behind a bad footer is read."""
+    """A shard is missing if its only copy is damaged. Two damaged copies may complete each other, and a copy with only
+    a damaged footer is readable.
+    """
     holdings = [Holding("n0", "step-1", "1" * 32, 1, True, {SHARD: 9}, damaged, footer_damaged=footer_damaged)]
     holdings += [Holding("n1", "step-1", "1" * 32, 1, True, {SHARD: 9}, (SHARD,))] * others
     save = SaveFound("step-1", "1" * 32, 1, tuple(holdings))
@@ -80,10 +84,12 @@ def load(root: Path, checkpoint_id: str = "latest") -> float:
         (".manifest.json", r"Possibly newer, but without a valid manifest: 'step-2'\."),
     ],
 )
-def test_a_load_of_the_latest_says_what_it_passes_over(
+def test_a_load_of_the_latest_warns_of_what_it_skips(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str, told: str
 ) -> None:
-    """The newest lost a file. The load warns, and who asks for the latest finds it in the log; not while it is whole."""
+    """The newest checkpoint lost a file: a load of "latest" warns about it, and `latest()` logs it. Once the file is
+    back, nothing is reported.
+    """
     for step in (1, 2):
         save(tmp_path, step)
     with warnings.catch_warnings():
@@ -102,8 +108,10 @@ def test_a_load_of_the_latest_says_what_it_passes_over(
     assert findings(LocalStore(tmp_path)) == []
 
 
-def test_a_process_that_can_open_no_file_goes_back_to_none(tmp_path: Path) -> None:
-    """The newest one's manifest is there, and is not read now: that is an error, and no older checkpoint is taken."""
+def test_a_process_that_can_open_no_file_loads_no_older_checkpoint(tmp_path: Path) -> None:
+    """The newest manifest exists, but the process has no free descriptor: the load raises, and does not take an older
+    checkpoint.
+    """
     for step in (1, 2):
         save(tmp_path, step)
     manifest, real = tmp_path / "step-2" / ".manifest.json", existence.read_plain
@@ -122,8 +130,10 @@ def test_a_process_that_can_open_no_file_goes_back_to_none(tmp_path: Path) -> No
     assert findings(LocalStore(tmp_path)) == []
 
 
-def test_a_node_that_is_alone_says_what_it_cannot_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its disk may have been put back, or the others have gone on: silent, they are named; not once one has answered."""
+def test_a_node_that_is_alone_logs_the_silent_nodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No other node of the save answers: "latest" logs once which nodes may have newer checkpoints. After one has
+    answered, nothing is logged.
+    """
     nodes = [LocalStore(tmp_path / name) for name in ("here", "there")]
     checkpointed(nodes, 1, {SHARD: (0, 1)})
     with running_agent(nodes[1].root) as there:
@@ -133,7 +143,7 @@ def test_a_node_that_is_alone_says_what_it_cannot_see(tmp_path: Path, caplog: py
         assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
         assert ReplicatedReader(nodes[0].root).exists("step-1")
-        assert caplog.text == "", "it was named"
+        assert caplog.text == "", "a look-up by id"
         assert ReplicatedReader(nodes[0].root).latest() == "step-1"
         assert ReplicatedReader(nodes[0].root).latest() == "step-1"
     said = (
@@ -144,7 +154,9 @@ def test_a_node_that_is_alone_says_what_it_cannot_see(tmp_path: Path, caplog: py
 
 
 def test_a_bucket_that_does_not_answer_may_have_a_newer_one(tmp_path: Path) -> None:
-    """Nodes that are lost have brought it there: what this node has is loaded, and not said to be the newest."""
+    """The bucket does not answer: the description states that the bucket may have newer checkpoints. If the bucket
+    answers, nothing is described.
+    """
     store = LocalStore(tmp_path)
     manifest = checkpointed([store], 1, {SHARD: (0,)}, copies=1)
     found = saves_found(store.catalog.holdings(store.node_id()))[0]
@@ -154,8 +166,8 @@ def test_a_bucket_that_does_not_answer_may_have_a_newer_one(tmp_path: Path) -> N
     assert describe_silent(found, manifest, store.node_id(), {**places, OBJECT_NODE: "s3://b/run"}) == ""
 
 
-def test_a_bucket_that_answers_is_no_other_node(tmp_path: Path) -> None:
-    """It may have every tenth checkpoint alone: the silent nodes of the save are named all the same."""
+def test_a_bucket_that_answers_replaces_no_node(tmp_path: Path) -> None:
+    """The bucket answers but may have only some of the checkpoints: the description still lists the silent nodes."""
     nodes = [LocalStore(tmp_path / name) for name in ("here", "there")]
     manifest = checkpointed(nodes, 1, {SHARD: (0, 1)})
     here, there = (store.node_id() for store in nodes)
@@ -164,8 +176,10 @@ def test_a_bucket_that_answers_is_no_other_node(tmp_path: Path) -> None:
     assert "was reached: node b. They may have saved" in describe_silent(found, manifest, here, places)
 
 
-def test_a_load_of_what_stock_torch_wrote_says_that_newer_ones_are_lost(tmp_path: Path) -> None:
-    """The only one of ours has lost a shard, and an older one by stock torch lies there: the warning names both."""
+def test_a_load_of_a_stock_checkpoint_warns_that_newer_ones_are_lost(tmp_path: Path) -> None:
+    """The only checkpoint with a manifest lost a shard, and stock torch wrote an older one: the load takes the older
+    one and warns about both.
+    """
     dcp.save({"x": torch.full((1000,), 1.0)}, checkpoint_id=tmp_path / "step-1")
     save(tmp_path, 2)
     lost = tmp_path / "step-2" / SHARD
@@ -178,8 +192,8 @@ def test_a_load_of_what_stock_torch_wrote_says_that_newer_ones_are_lost(tmp_path
     assert findings(LocalStore(tmp_path)) == []
 
 
-def test_a_step_that_is_known_to_be_damaged_is_no_step(tmp_path: Path) -> None:
-    """`all_steps` and `best_step` name what `restore` gives, and sizes alone do not tell."""
+def test_a_damaged_step_is_not_listed(tmp_path: Path) -> None:
+    """`all_steps` and `best_step` omit a step that is known to be damaged, although its file sizes are right."""
     with CheckpointManager(tmp_path, copies=1, preempt_on=()) as manager:
         for step in (1, 2):
             manager.save(step, {"x": torch.full((1000,), float(step))}, metrics={"loss": 1.0 / step})
@@ -191,8 +205,10 @@ def test_a_step_that_is_known_to_be_damaged_is_no_step(tmp_path: Path) -> None:
     assert findings(store) == []
 
 
-def test_it_names_what_did_not_answer() -> None:
-    """The next step is to bring those back; what is newer still is counted."""
+def test_the_description_names_the_nodes_that_did_not_answer() -> None:
+    """The description of skipped checkpoints names the newest one, counts the others, and lists the nodes that did not
+    answer.
+    """
     older, newer, newest = (
         SaveFound("step-1", str(n) * 32, n, (Holding("a", "step-1", str(n) * 32, n, True, {SHARD: 9}),))
         for n in (1, 2, 3)

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def save(root: Path, checkpoint_id: str, value: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """As another job would: of a run of its own in each directory of ids."""
+    """Saves as another job would, with a run of its own in each directory of ids."""
     monkeypatch.setattr(node_post, "_seen", {})
     writer = ReplicatedWriter(root, copies=1, **options)
     dcp.save({"w": torch.full((3,), value)}, checkpoint_id=checkpoint_id, storage_writer=writer)
@@ -39,7 +39,7 @@ def load(reader: ReplicatedReader, asked: Any) -> tuple[float, str]:
 
 
 def save_two_runs(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
-    """Two runs in directories of their own; run-b was saved last."""
+    """Two runs in directories of their own. run-b was saved last."""
     for value, checkpoint_id in enumerate(("run-a/step-1", "run-a/step-2", "run-b/step-1"), 1):
         save(root, checkpoint_id, value, monkeypatch, **options)
     return root
@@ -54,7 +54,7 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reader(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ReplicatedReader]:
-    """Of two runs: from this node, told to refuse several lineages, or from the bucket alone."""
+    """A reader of two runs: on this node, with lineage="refuse", or of the bucket alone."""
     if request.param != "bucket":
         save_two_runs(tmp_path / "root", monkeypatch)
         lineage = "refuse" if request.param == "refuse" else "newest"
@@ -67,7 +67,9 @@ def reader(
 
 
 def test_several_directories_of_ids_are_refused_with_their_names(reader: ReplicatedReader) -> None:
-    """A run that starts again got the weights of another one, whatever `lineage` said. Each is had by its directory."""
+    """Two directories have checkpoints: "latest" raises LatestAmbiguous and lists "run-a/latest" and "run-b/latest".
+    Each of these loads.
+    """
     with pytest.raises(LatestAmbiguous, match="but 2 directories have checkpoints") as raised:
         reader.latest()
     assert raised.value.choices == ("run-a/latest", "run-b/latest")
@@ -88,8 +90,8 @@ def test_several_directories_of_ids_are_refused_with_their_names(reader: Replica
         load(reader, "run-c/latest")
 
 
-def test_a_path_names_the_directory_as_it_does_for_an_id(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absolute inside the root, too; the ids of one part are "./latest", and an absolute one of the root itself."""
+def test_latest_may_be_a_path(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "latest" may be a path below the root. "./latest" means the root itself, and a path outside the root is refused."""
     reader = ReplicatedReader(two_runs)
     assert load(reader, two_runs / "run-a" / "latest")[1] == "run-a/step-2"
     save(two_runs, "step-7", 7.0, monkeypatch)
@@ -102,7 +104,7 @@ def test_a_path_names_the_directory_as_it_does_for_an_id(two_runs: Path, monkeyp
 
 
 def test_one_directory_needs_no_name(two_runs: Path) -> None:
-    """Whichever it is; a copy that a user has made beside the others lies in the same one."""
+    """Only one directory has checkpoints: plain "latest" loads from there, also beside a copy that a user made."""
     shutil.rmtree(two_runs / "run-b")
     assert load(ReplicatedReader(two_runs), "latest") == (2.0, "run-a/step-2")
     for name in ("step-1", "step-2"):
@@ -112,20 +114,22 @@ def test_one_directory_needs_no_name(two_runs: Path) -> None:
     assert main(["verify", "--root", str(two_runs)]) == ExitCode.OK
 
 
-def test_what_is_lost_is_made_up_for_in_its_own_directory(two_runs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The one before it there is taken, and never another run's that is whole; nor does the warning name one of those."""
+def test_a_lost_checkpoint_is_replaced_from_its_own_directory(two_runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest checkpoint of a directory is lost: "latest" takes the one before in that directory. The warning names
+    no other directory.
+    """
     (two_runs / "run-a/step-2/__0_0.distcp").unlink()
     (two_runs / "run-b/step-1/.manifest.json").write_bytes(b"damaged")
     reader = ReplicatedReader(two_runs)
     assert reader.latest("run-a") == "run-a/step-1"
     assert "'run-a/step-2'" in caplog.text
     assert "run-b" not in caplog.text
-    with pytest.raises(LatestAmbiguous):  # its manifest is damaged, and it is there
+    with pytest.raises(LatestAmbiguous):  # run-b's manifest is damaged, but the directory counts
         reader.latest()
 
 
 def test_stock_checkpoints_follow_the_same_rule(two_runs: Path) -> None:
-    """Those without a manifest, of which the newest is told by its time."""
+    """Stock torch's checkpoints, ordered by file time, follow the same rules."""
     for manifest in two_runs.rglob(".manifest.json"):
         manifest.unlink()
     for shard in two_runs.rglob("*.distcp"):
@@ -139,7 +143,7 @@ def test_stock_checkpoints_follow_the_same_rule(two_runs: Path) -> None:
 
 
 def test_no_checkpoint_is_saved_under_the_name_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In no directory: it could never be loaded by it."""
+    """A save under the id "latest" is refused in every directory, as no load could name it."""
     with pytest.raises(CheckpointException, match="'run-a/latest' is not a valid name"):
         save(tmp_path, "run-a/latest", 1.0, monkeypatch)
 
@@ -159,8 +163,8 @@ def test_no_checkpoint_is_saved_under_the_name_latest(tmp_path: Path, monkeypatc
         ("./latest iter_{:07d}", ["iter_0000010", "iter_12345678"], ["iter_10", "iter_00000010", "step-1"]),
     ],
 )
-def test_what_is_asked_for_is_read_as_it_is_written(asked: str, fitting: list[str], others: list[str]) -> None:
-    """And only the names of its directory and form fit."""
+def test_newest_parses_and_fits(asked: str, fitting: list[str], others: list[str]) -> None:
+    """`Newest` parses and prints the same text, and fits only the ids of its directory and form."""
     newest = Newest.parse(asked)
     assert newest is not None
     assert str(newest) == asked
@@ -171,12 +175,12 @@ def test_what_is_asked_for_is_read_as_it_is_written(asked: str, fitting: list[st
     "asked", ["step-1", "latest model", "latest/step-1", "my-latest", "step-{}", "latest step-{}/x"]
 )
 def test_an_id_is_never_taken_for_latest(asked: str) -> None:
-    """Also one that has the word in it."""
+    """An id that contains the word "latest" is not parsed as "latest"."""
     assert Newest.parse(asked) is None
 
 
-def test_no_rank_asks_for_what_is_not_there(tmp_path: Path) -> None:
-    """A first run: there is nothing in any directory, and that is no error of a look."""
+def test_on_a_first_run_there_is_no_latest(tmp_path: Path) -> None:
+    """On a first run `latest()` returns None for every directory, and a load raises CheckpointNotFound."""
     reader = ReplicatedReader(tmp_path)
     assert [reader.latest(), reader.latest("run-a"), reader.latest("")] == [None, None, None]
     with pytest.raises(CheckpointException) as raised:

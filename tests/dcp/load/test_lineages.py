@@ -1,4 +1,4 @@
-"""Checkpoints of two runs in one directory of ids: which one a load takes, and how it is told to refuse."""
+"""Checkpoints of two runs in one directory of ids: which run a load takes, and how a user makes it refuse."""
 
 import shutil
 import warnings
@@ -26,8 +26,10 @@ def lineage_of(folder: Path) -> str:
     return decode_manifest((folder / ".manifest.json").read_bytes(), "this test").lineage
 
 
-def test_a_load_that_is_told_to_refuse_names_the_runs(tmp_path: Path) -> None:
-    """And each of them loads once it is named; a run that is not there is refused, too."""
+def test_a_load_that_refuses_lists_the_runs(tmp_path: Path) -> None:
+    """With lineage="refuse" or an unknown lineage, a load raises LineagesMet and lists the runs. With a listed lineage
+    it loads that run.
+    """
     roots = [tmp_path / name for name in "ab"]
     for number, root in enumerate(roots):
         root.mkdir()
@@ -54,8 +56,10 @@ def test_a_load_that_is_told_to_refuse_names_the_runs(tmp_path: Path) -> None:
         assert state["x"].tolist() == [number] * 4
 
 
-def test_a_load_by_name_of_another_run_than_the_newest_says_so(tmp_path: Path) -> None:
-    """One run has gone on in the directory of another, and its retention has removed the step that is named."""
+def test_a_load_by_id_of_an_older_run_warns(tmp_path: Path) -> None:
+    """A load by id of a run that is not the newest warns about both runs. With lineage="refuse" it raises. A load from
+    the newest run is silent.
+    """
     roots = [tmp_path / name for name in "ab"]
     for number, root in enumerate(roots):
         root.mkdir()
@@ -79,7 +83,9 @@ def test_a_load_by_name_of_another_run_than_the_newest_says_so(tmp_path: Path) -
 
 
 def test_saves_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 million pairs of 5,000 checkpoints: most of the time of a load of the latest was that."""
+    """`choose_lineage` compares no saves with each other. With 5,000 checkpoints the 12 million comparisons dominated
+    the load.
+    """
     holding = Holding(
         node_id="n", checkpoint_id="step", save_id="", sequence=1, has_metadata=True, sizes={}, lineage="a"
     )

@@ -1,4 +1,4 @@
-"""The end of a load: rank 0 learns what all have read, all ranks learn who failed, and nothing else is sent."""
+"""The end of a load: rank 0 gets all reports, every rank learns who failed, and nothing else is sent."""
 
 import pickle
 import threading
@@ -22,7 +22,7 @@ REPORT = LoadReport(
 
 
 class Ranks:
-    """The collectives of ranks that are threads, by pickle as DCP has it; and the bytes that each was sent."""
+    """Collectives of ranks that are threads. They pickle as DCP's do, and count the bytes sent to each rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,7 +31,7 @@ class Ranks:
         self.barrier = threading.Barrier(size, timeout=30)
 
     def end(self, owns: list[object]) -> list[tuple[list[Any], list[LoadReport]]]:
-        """What each rank learns; `owns`: None, or how it failed."""
+        """The outcomes and reports that each rank gets. `owns`: None, or the rank's failure."""
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(self._end, range(self.size), owns))
 
@@ -64,7 +64,7 @@ class _Rank:
 
 
 class _Frame(FrameSummary):
-    """As Python 3.14 has it: with its code, which pickle refuses."""
+    """A frame as in Python 3.14: it holds its code, which cannot be pickled."""
 
     __slots__ = ("_code",)
 
@@ -74,7 +74,7 @@ class _Frame(FrameSummary):
 
 
 def failed(error: BaseException) -> tuple[BaseException, StackSummary]:
-    """As DCP keeps it on torch 2.11."""
+    """A failure as DCP on torch 2.11 keeps it."""
     return error, StackSummary.from_list(list(map(_Frame, extract_tb(_raised(error).__traceback__))))
 
 
@@ -86,7 +86,7 @@ def _raised(error: BaseException) -> BaseException:
 
 @pytest.mark.parametrize("size", [1, 2, 64])
 def test_a_load_that_succeeds_sends_each_rank_a_few_bytes(size: int) -> None:
-    """Whatever the number of ranks; rank 0 gets the reports of all, in order."""
+    """A successful load sends each rank under 32 bytes, for any number of ranks. Rank 0 gets all reports in rank order."""
     ranks = Ranks(size)
     (first, reports), *others = ranks.end([None] * size)
     assert first == [None] * size
@@ -97,7 +97,7 @@ def test_a_load_that_succeeds_sends_each_rank_a_few_bytes(size: int) -> None:
 
 
 def test_every_rank_learns_of_each_failure_as_it_was_raised() -> None:
-    """With its class, its message and where it was raised; ranks that have read have no report of a load that failed."""
+    """Every rank gets each failure with its class, message and frames. A failed load has no reports."""
     lost, plan = ShardLost("step-1", {"__1_0.distcp": "node a"}, ["node a: gone"]), ValueError("the plan")
     for outcomes, reports in Ranks(4).end([None, failed(lost), None, failed(plan)]):
         assert [type(one) for one in outcomes] == [type(None), tuple, type(None), tuple]
@@ -105,11 +105,13 @@ def test_every_rank_learns_of_each_failure_as_it_was_raised() -> None:
         assert (str(outcomes[3][0]), type(outcomes[3][0])) == ("the plan", ValueError)
         assert [frame.name for frame in outcomes[1][1]] == ["_raised"]
         assert reports == []
-        assert outcomes[1][0].__traceback__ is None, "its frames would keep the state dict"
+        assert outcomes[1][0].__traceback__ is None, "the frames would keep the state dict alive"
 
 
-def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
-    """The other ranks would wait for it otherwise."""
+def test_an_error_that_cannot_be_pickled_is_sent_as_text() -> None:
+    """An error that cannot be pickled arrives as RankFailed with its class and message. Otherwise the other ranks would
+    wait forever.
+    """
     error = type("Local", (RuntimeError,), {})("the plan")
     for outcomes, _ in Ranks(2).end([None, failed(error)]):
         assert isinstance(outcomes[1][0], RankFailed)
@@ -117,21 +119,23 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
 
 
 def test_the_group_of_a_save_sends_a_failure_too() -> None:
-    """A rank that could not send it would leave the collective, and the group would be broken for all."""
+    """The group of a save sends a failure with its frames. A rank that cannot send would leave the collective and break
+    the group.
+    """
     with group_of_one():
         (told,) = WatchedGroup(dist.group.WORLD, mock.MagicMock()).all_gather_object(failed(ValueError("the plan")))
     assert (str(told[0]), [frame.name for frame in told[1]]) == ("the plan", ["_raised"])
 
 
-def test_of_many_failures_each_class_and_the_own_one_are_told() -> None:
-    """And how many more there are, of which ranks."""
+def test_of_many_failures_each_class_and_the_own_one_are_sent() -> None:
+    """Of many failures each rank gets a bounded number: one of each class, its own, and a summary of the other ranks."""
     size = FAILURES_MAX + 20
     owns: list[object] = [failed(OSError(5, f"rank {rank}")) for rank in range(size)]
     owns[0], owns[size - 2] = None, failed(MemoryError("alone"))
     last = size - 1
     for rank, (outcomes, _) in enumerate(Ranks(size).end(owns)):
         told = {each: one[0] for each, one in enumerate(outcomes) if one is not None}
-        assert isinstance(told[size - 2], MemoryError), "one of a kind is told before more of another"
+        assert isinstance(told[size - 2], MemoryError), "one of each class comes before more of another"
         is_cut = rank >= FAILURES_MAX and rank != size - 2
         assert len(told) == FAILURES_MAX + 1 + is_cut
         assert rank == 0 or str(rank) in str(told[rank]) or rank == size - 2, "each rank has its own"

@@ -1,4 +1,4 @@
-"""A load that takes long: what it is yet to read stays where it is."""
+"""During a long load, agents keep what the rank has not read yet."""
 
 import threading
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(100)
 
 
 class ForgettingPlanner(dcp.DefaultLoadPlanner):
-    """At its first item the agent keeps the checkpoint no longer for this reader, as after 300 s without a word."""
+    """At its first item, makes the agent stop keeping the checkpoint for this reader, as after 300 s without a request."""
 
     def __init__(self, agent: RunningAgent) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class ForgettingPlanner(dcp.DefaultLoadPlanner):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_rank_that_reads_for_long_has_other_nodes_keep_what_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says so again and again, also while it reads nothing there."""
+def test_a_long_load_keeps_its_checkpoint_on_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading rank repeatedly asks the agents to keep the checkpoint, so that an agent that has stopped keeps it
+    again.
+    """
     monkeypatch.setattr(load_attempt, "REMIND_S", 0.0)
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     dcp.save({"a": torch.arange(9)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(there.root, copies=1))
@@ -74,8 +74,8 @@ def opened_shard(store: LocalStore, address: AgentAddress) -> PeerShard:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("is_encrypted", [False, long(True)])
-def test_a_connection_that_the_agent_ended_meanwhile_is_made_again(tmp_path: Path, is_encrypted: bool) -> None:
-    """As after a minute in which a rank asked for nothing, or where more readers come than an agent has connections for."""
+def test_a_connection_that_the_agent_closed_is_opened_again(tmp_path: Path, is_encrypted: bool) -> None:
+    """The agent closes an idle connection, because it has too many: the next read opens a new one."""
     root = tmp_path / "there"
     arguments: tuple[str, ...] = ()
     if is_encrypted:
@@ -91,8 +91,8 @@ def test_a_connection_that_the_agent_ended_meanwhile_is_made_again(tmp_path: Pat
 
 
 @pytest.mark.fault
-def test_an_agent_that_was_started_again_meanwhile_is_read_from(tmp_path: Path) -> None:
-    """It has the port and the token of the one before: the load goes on with it."""
+def test_a_load_continues_with_a_restarted_agent(tmp_path: Path) -> None:
+    """The agent restarts with the same port and token: the load continues."""
     root = tmp_path / "there"
     with running_agent(root) as agent:
         source = opened_shard(LocalStore(root), agent.endpoint.address())

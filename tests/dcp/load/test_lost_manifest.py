@@ -1,4 +1,4 @@
-"""A checkpoint of ours whose manifest is gone everywhere loads by the footers of its shards, and never wrong bytes."""
+"""A checkpoint whose manifest is lost on all nodes loads by the footers of its shards, and never with wrong bytes."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ def is_as_saved(state: dict[str, object]) -> bool:
 
 
 def loads_as_saved(root: Path) -> bool:
-    """False: the shard is lost. Wrong bytes fail the test."""
+    """Whether the load succeeds. False if it raises ShardLost. Wrong bytes fail the test."""
     try:
         state = load(root)
     except CheckpointException as exc:
@@ -41,7 +41,7 @@ def loads_as_saved(root: Path) -> bool:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A store with one checkpoint; its manifest is set aside, as the runbook says for one that is damaged everywhere."""
+    """A store with one checkpoint whose damaged manifest was moved away, as the runbook states."""
     root = tmp_path / "node"
     dcp.save(STATE, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root), no_dist=True)
     manifest = root / "step-1" / ".manifest.json"
@@ -53,8 +53,10 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_it_loads_and_is_saved_anew(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`repair` cannot make a manifest, and says what can be done; nothing that lies there changes."""
+def test_a_checkpoint_without_a_manifest_loads_and_can_be_saved_again(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`repair` cannot restore the manifest and states so. The checkpoint loads, and can be saved under another id."""
     assert main(["repair", "--root", str(root)]) == ExitCode.SHARD_LOST
     assert "its data may still load" in capsys.readouterr().out
     state = load(root)
@@ -63,8 +65,8 @@ def test_it_loads_and_is_saved_anew(root: Path, capsys: pytest.CaptureFixture[st
     assert main(["verify", "--root", str(root), "step-2"]) == ExitCode.OK
 
 
-def test_no_flipped_byte_is_given_out(root: Path) -> None:
-    """Wherever it lies in the shard: the load gives what was saved, or says which shard is lost."""
+def test_no_flipped_byte_is_loaded(root: Path) -> None:
+    """A byte is flipped anywhere in the shard: the load returns the saved values or raises ShardLost."""
     (shard,) = (root / "step-1").glob("*.distcp")
     before, chance, lost = shard.read_bytes(), random.Random(5), 0
     for position in [1000, 5000, len(before) - 1, *(chance.randrange(len(before)) for _ in range(25))]:

@@ -1,4 +1,6 @@
-"""A load that does not load all saved entries: one warning, with their prefixes, unless it is meant."""
+"""A load that does not load all saved entries gives one warning with their prefixes, unless the user expects a partial
+load.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -29,7 +31,7 @@ def trained() -> dict[str, Any]:
 
 
 def untrained() -> dict[str, Any]:
-    """The same of an Adam that has made none: its `state` is empty."""
+    """A model and an Adam that has made no step: its `state` is empty."""
     model = torch.nn.Linear(3, 2)
     return {"model": model.state_dict(), "optimizer": torch.optim.Adam(model.parameters()).state_dict()}
 
@@ -54,8 +56,8 @@ def load(root: Path, state: dict[str, Any], **options: Any) -> list[str]:
     return told_by(lambda: dcp.load(state, checkpoint_id="step-1", storage_reader=reader))
 
 
-def test_a_new_optimizer_that_restores_nothing_is_told_so(saved: Path) -> None:
-    """The state of a new Adam asks for no momentum: one warning names what was left, how much, and what to do."""
+def test_a_new_optimizer_that_restores_nothing_is_warned_of(saved: Path) -> None:
+    """A new Adam has no momentum entries to load: one warning gives the prefix, the number of entries and the remedy."""
     [told] = load(saved, untrained())
     assert "does not load 6 of " in told
     assert " saved entries, under 'optimizer.state' (6)." in told
@@ -65,12 +67,12 @@ def test_a_new_optimizer_that_restores_nothing_is_told_so(saved: Path) -> None:
 
 
 def test_a_load_of_all_is_silent(saved: Path) -> None:
-    """Whoever asks for all is told nothing, though DCP plans no read of a tensor without elements."""
+    """A load of all entries gives no warning, also where DCP plans no read for an empty tensor."""
     assert load(saved, trained()) == []
 
 
-def test_a_partial_load_that_is_meant_is_silent(saved: Path) -> None:
-    """`expect_partial` silences it, in the reader and in the manager; without it the model alone is warned of."""
+def test_an_expected_partial_load_is_silent(saved: Path) -> None:
+    """`expect_partial` of the reader or the manager suppresses the warning."""
     part = {"model": torch.nn.Linear(3, 2).state_dict()}
     assert load(saved, part, expect_partial=True) == []
     [told] = load(saved, part)
@@ -81,7 +83,7 @@ def test_a_partial_load_that_is_meant_is_silent(saved: Path) -> None:
 
 
 def test_many_prefixes_are_cut_short(tmp_path: Path) -> None:
-    """Twenty names of their own are eight names and a number, those with the most entries first."""
+    """The warning lists eight prefixes, those with the most entries first, and counts the rest."""
     state: dict[str, Any] = {f"part-{number:02}": torch.ones(1) for number in range(20)}
     state["layers"] = {str(number): torch.ones(1) for number in range(3)}
     with warnings.catch_warnings():
@@ -103,8 +105,8 @@ def test_many_prefixes_are_cut_short(tmp_path: Path) -> None:
         ([".a"], ["a"], {"": 1}),
     ],
 )
-def test_a_prefix_is_the_shortest_of_which_nothing_is_asked(
+def test_a_prefix_is_the_shortest_without_a_request(
     not_loaded: list[str], asked: list[str], counts: dict[str, int]
 ) -> None:
-    """Names are grouped by the highest place in the tree under which the load asks for nothing at all."""
+    """Entries are grouped by the shortest prefix under which the load asks for nothing."""
     assert count_prefixes(not_loaded, asked) == counts

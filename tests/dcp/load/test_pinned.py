@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distribu
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_targets_on_a_gpu_get_every_byte(tmp_path: Path, dtype: torch.dtype, is_inference: bool) -> None:
-    """Tensors larger than the pinned buffers, small ones, and those of another type arrive before the stream goes on."""
+    """Tensors larger than the pinned buffers, small ones, and targets of another dtype get all values."""
     stored = {"large": torch.rand(3 * BUFFER_BYTES // 4 + 5).to(dtype), "small": torch.rand(7, 3).to(dtype)}
     dcp.save(stored, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     with torch.inference_mode(is_inference):
@@ -29,8 +29,10 @@ def test_targets_on_a_gpu_get_every_byte(tmp_path: Path, dtype: torch.dtype, is_
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 10, (1 << 20) + 7, 3 << 20, 5 << 20])
-def test_targets_that_are_filled_by_turns_get_their_own_bytes(piece_bytes: int) -> None:
-    """Pieces of any size, read to the place for them or from elsewhere, of two tensors at once."""
+def test_targets_that_are_filled_in_turns_get_their_own_bytes(piece_bytes: int) -> None:
+    """Two tensors are filled in turns, in pieces of any size, through a buffer or from elsewhere: each gets its own
+    bytes.
+    """
     wanted = [torch.randint(0, 255, (11 << 20,), dtype=torch.uint8) for _ in range(2)]
     found = [torch.zeros(one.shape, dtype=torch.uint8, device="cuda") for one in wanted]
     copies = [PinnedCopies(target) for target in found]
@@ -48,7 +50,7 @@ def test_targets_that_are_filled_by_turns_get_their_own_bytes(piece_bytes: int) 
 
 
 def test_two_threads_load_at_once(tmp_path: Path) -> None:
-    """Each has pinned buffers of its own."""
+    """Two threads load to the GPU at once, each through its own pinned buffers."""
     stored = [{"weights": torch.rand(20 * BUFFER_BYTES // 4 + seed)} for seed in range(2)]
     for seed, state in enumerate(stored):
         dcp.save(state, checkpoint_id=f"step-{seed}", storage_writer=ReplicatedWriter(tmp_path, copies=1))

@@ -1,4 +1,6 @@
-"""What `dcp.load` raises before its first step is caught by programs written for stock, and by those written for ours."""
+"""Errors of `dcp.load` before its first step are caught by handlers for stock's exceptions and by handlers for this
+package's.
+"""
 
 import pickle
 from functools import partial
@@ -26,7 +28,9 @@ AT_ONCE_S = 5.0
 
 
 def test_a_missing_checkpoint_is_caught_as_stocks_and_as_ours(tmp_path: Path) -> None:
-    """`except CheckpointException` and `except CheckpointNotFound` both catch it; `failures` holds ours, with its hint."""
+    """`except CheckpointException` and `except CheckpointNotFound` both catch the error. `failures` contains the
+    package's error with its hint.
+    """
     state = {"a": torch.zeros(2)}
     with pytest.raises(CheckpointException) as stock:
         dcp.load(dict(state), checkpoint_id=str(tmp_path / "none"))
@@ -39,8 +43,10 @@ def test_a_missing_checkpoint_is_caught_as_stocks_and_as_ours(tmp_path: Path) ->
         assert (rank, type(error), bool(trace)) == (0, CheckpointNotFound, True)
 
 
-def test_an_error_of_both_kinds_survives_what_sends_it() -> None:
-    """By pickle it stays one of both; what ranks post of it is ours; it says what ours says, and keeps its attributes."""
+def test_an_error_of_both_classes_survives_pickle_and_post() -> None:
+    """The combined error keeps its classes, message and attributes through pickle. A rank posts it as the package's
+    plain error.
+    """
     plain = ShardLost("step-1", {"__0_0.distcp": "node-a"}, ["node-b"])
     both = as_checkpoint_exception(plain, 3)
     assert as_checkpoint_exception(both, 4) is both
@@ -53,7 +59,7 @@ def test_an_error_of_both_kinds_survives_what_sends_it() -> None:
 
 
 def test_a_load_without_an_id_ends_at_once_with_one_error(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """It says that no id was given, and how to give one, through the deprecated call as well."""
+    """A load without an id fails at once, and the hint explains how to pass one. The deprecated call does the same."""
     dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
     for load in (dcp.load, partial(dcp.load_state_dict, no_dist=True)):
         started = stopwatch.now()
@@ -68,7 +74,7 @@ def test_a_load_without_an_id_ends_at_once_with_one_error(tmp_path: Path, stopwa
 
 
 def test_metadata_is_read_by_one_rank_of_a_running_group(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """Outside of a load nothing waits for the other rank, which never comes."""
+    """Outside a load, `read_metadata` on one rank does not wait for the other rank."""
     dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
@@ -82,7 +88,9 @@ def test_metadata_is_read_by_one_rank_of_a_running_group(tmp_path: Path, stopwat
 
 
 def test_a_load_that_fails_while_it_plans_keeps_nothing(tmp_path: Path) -> None:
-    """Retention may remove what the load had found on this node, though its reader and its error are there still."""
+    """After a load failed in planning, retention may remove the checkpoint, although the reader and the error still
+    exist.
+    """
     dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
     (tmp_path / "step-1" / "__0_0.distcp").unlink()
     reader = ReplicatedReader(tmp_path)

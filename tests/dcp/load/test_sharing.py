@@ -1,4 +1,4 @@
-"""Sharing: the coordinator tells the ranks of each node what they fetch for each other, and each rank whether it joins."""
+"""Ranks of a node share fetched data: the coordinator's plan of who fetches what, and which ranks join."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +30,7 @@ def sharing_of(plans: list[LoadPlan]) -> list[NodeSharing | None]:
 
 
 def test_ranks_of_one_node_share_what_several_of_them_need() -> None:
-    """Each learns the others' caches and all units of the node; a rank that shares nothing learns nothing."""
+    """Ranks of a node that need the same windows get each other's caches and the shared units. Other ranks get nothing."""
     plans = [
         plan("a", WINDOWS, "cache-0"),
         plan("b", WINDOWS, "cache-1"),
@@ -47,7 +47,7 @@ def test_ranks_of_one_node_share_what_several_of_them_need() -> None:
 
 
 def test_a_rank_that_could_not_make_its_cache_is_left_out() -> None:
-    """On a read-only or full disk it fetches for itself, and nobody waits for a file that never comes."""
+    """A rank without a cache file, as on a full disk, fetches for itself. No other rank waits for that rank."""
     first, second, third = sharing_of(
         [plan("a", WINDOWS, "cache-0"), plan("a", WINDOWS, None), plan("a", WINDOWS, "cache-2")]
     )
@@ -58,8 +58,10 @@ def test_a_rank_that_could_not_make_its_cache_is_left_out() -> None:
     assert sharing_of([plan("a", WINDOWS, "cache-0"), plan("a", WINDOWS, None)]) == [None, None]
 
 
-def test_silence_met_in_the_metadata_is_told_to_every_rank() -> None:
-    """To one that shares nothing, too; where all nodes answered nothing more travels than before."""
+def test_a_node_silent_for_metadata_is_reported_to_every_rank() -> None:
+    """A node was silent while one rank read the metadata: every rank gets its name. If all nodes answered, nothing more
+    is sent.
+    """
     met = RemoteNeeds("a", (), None, frozenset({"x"}))
     plans = [LoadPlan([], storage_data=met), plan("b", WINDOWS, "0"), plan("b", WINDOWS, "1"), LoadPlan([])]
     told = sharing_of(plans)
@@ -78,15 +80,17 @@ def part(directory: Path, caches: list[RankCache], rank: int, windows: tuple[Win
     "windows", [WINDOWS[:1], (), (WINDOWS[0], Window(SHARDS[0], CELL_BYTES, 1001)), WINDOWS[2:]], ids=len
 )
 def test_a_rank_whose_plan_changed_does_not_join(tmp_path: Path, windows: tuple[Window, ...]) -> None:
-    """One that needs less than was agreed, or more of a shared cell, would leave the others waiting, or wait itself."""
+    """A rank that needs less than planned, or more of a shared cell, does not join. Otherwise it or the others would
+    wait.
+    """
     caches = [RankCache.create(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     assert part(tmp_path, caches, 0, windows) is None
     for cache in caches:
         cache.close()
 
 
-def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> None:
-    """Where a node let a time-out pass, a rank of the same node does not ask it first."""
+def test_a_node_silent_for_one_rank_is_reported_to_the_others(tmp_path: Path) -> None:
+    """After a node timed out for one rank, the other ranks of the same host treat that node as silent."""
     caches = [RankCache.create(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     findings = [Findings(), Findings()]
     for rank in range(2):
@@ -102,7 +106,9 @@ def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> Non
 
 
 def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> None:
-    """As another rank's state did not fit: the agent would bring missing copies slowly for as long as the reader lives."""
+    """A load that failed in planning releases its cache. A locked cache would slow the agent's repairs while the reader
+    exists.
+    """
     reader = ReplicatedReader(tmp_path)
     reader._attempt._cache = RankCache.create(tmp_path, 1, CELL_BYTES)
     assert is_any_cache_locked(tmp_path)
@@ -112,7 +118,7 @@ def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> No
 
 
 class OneBlockLost:
-    """Reads a shard of zeros, of which one block is nowhere intact."""
+    """Reads a shard of zeros in which one block has no intact copy."""
 
     findings = Findings()
 
@@ -129,7 +135,9 @@ class OneBlockLost:
 
 
 def test_a_lost_block_that_no_rank_needs_fails_no_load(tmp_path: Path) -> None:
-    """What one rank fetches for two spans what lies between their needs; where that is lost each fetches what it needs."""
+    """One rank fetches a span for two, with a lost block between their needs: each rank then fetches what it needs, and
+    both loads succeed.
+    """
     windows = [Window(SHARDS[0], block * BLOCK_BYTES, 1000) for block in (0, 9)]
     caches = [RankCache.create(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     (sharing, _) = sharing_of([plan("a", tuple(windows), cache.name) for cache in caches])

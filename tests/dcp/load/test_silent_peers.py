@@ -1,4 +1,6 @@
-"""A peer that takes connections and never answers, as a stopped one or one that is cut off: it costs one time-out."""
+"""A peer accepts connections and never answers, as a stopped or partitioned one does. It costs a load or save one
+time-out.
+"""
 
 import shutil
 import signal
@@ -46,7 +48,7 @@ SAVE = "a" * 32
 
 
 class SilentPeer:
-    """Listens, and never says a word. `asked` is what it was asked."""
+    """Accepts connections and never answers. `asked`: the requests that arrived."""
 
     def __init__(self, server: socket.socket) -> None:
         self._server = server
@@ -84,7 +86,7 @@ def decision_of(*addresses: AgentAddress) -> SaveDecision:
 def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
     tmp_path: Path, silent: SilentPeer, stopwatch: Stopwatch
 ) -> None:
-    """Its copy is missed after one time-out, and the shard is durable here."""
+    """The buddy does not answer: the save contacts it once, reports its copy as missing, and keeps the local one."""
     store = LocalStore(tmp_path / "root")
     own = AgentAddress(store.node_id(), "127.0.0.1", 1, "token")
     decision = decision_of(own, silent.address)
@@ -101,7 +103,7 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
 
 
 def test_a_peer_that_is_silent_when_a_load_begins_is_not_asked_again(tmp_path: Path, silent: SilentPeer) -> None:
-    """The ranks meet, one of them of a node whose agent cannot be reached: introduced once, it is not surveyed."""
+    """A peer that did not answer the introduction is not asked again in the survey."""
     store = LocalStore(tmp_path / "root")
     checkpointed([store], 1, {shard(0): [0]}, copies=1)
     board = dist.HashStore()
@@ -116,7 +118,7 @@ def test_a_peer_that_is_silent_when_a_load_begins_is_not_asked_again(tmp_path: P
 def test_silent_nodes_of_the_load_and_of_the_book_cost_one_time_out(
     tmp_path: Path, silent: SilentPeer, stopwatch: Stopwatch
 ) -> None:
-    """One takes part, one is only known from before; both drop what they are sent: the load waits once, and names both."""
+    """A participant and a node from the peer book are both silent: the load waits for one time-out, and lists both."""
     store = LocalStore(tmp_path / "root")
     checkpointed([store], 1, {shard(0): [0]}, copies=1)
     board = dist.HashStore()
@@ -138,7 +140,7 @@ def test_silent_nodes_of_the_load_and_of_the_book_cost_one_time_out(
 
 
 def test_an_absent_node_that_answers_is_surveyed_after_the_introduction(tmp_path: Path) -> None:
-    """A shard that a node of the book alone holds is found by a load of the others."""
+    """A node that does not take part, but is in the peer book, is surveyed: the load finds its shard."""
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     board = dist.HashStore()
@@ -148,8 +150,8 @@ def test_an_absent_node_that_answers_is_surveyed_after_the_introduction(tmp_path
     assert survey.is_whole
 
 
-def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
-    """A node without an agent, its manifest damaged: what its own ranks post of its files makes the checkpoint whole."""
+def test_files_that_ranks_see_without_a_manifest_count(tmp_path: Path) -> None:
+    """A node has a damaged manifest and no agent: the files that its own ranks post complete the checkpoint."""
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
@@ -161,7 +163,9 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
 
 
 def test_metadata_is_asked_for_where_it_was_seen(tmp_path: Path, silent: SilentPeer) -> None:
-    """A node that has none of the checkpoint costs no time-out when it stops after the survey, whatever a rank's order."""
+    """Metadata is read only from nodes that have the checkpoint. A silent node without it is never asked, whatever the
+    rank.
+    """
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     dcp.save({"a": torch.ones(3)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(there.root, copies=1))
     with running_agent(there.root) as holder:
@@ -173,8 +177,8 @@ def test_metadata_is_asked_for_where_it_was_seen(tmp_path: Path, silent: SilentP
             assert (met, silent.asked) == (set(), [])
 
 
-def test_a_node_that_does_not_answer_is_told_of_one_bad_copy(tmp_path: Path, silent: SilentPeer) -> None:
-    """It stopped after it had given bad bytes of several shards: they all together cost the load one time-out."""
+def test_a_node_that_does_not_answer_gets_one_report_of_bad_copies(tmp_path: Path, silent: SilentPeer) -> None:
+    """A node gave bad bytes for several shards and then stopped: reporting them costs one request in all."""
     store = LocalStore(tmp_path / "root")
     shards = [shard(rank) for rank in range(3)]
     manifest = checkpointed([store], 1, {name: [0] for name in shards}, copies=1, size_bytes=1000)
@@ -190,8 +194,8 @@ def test_a_node_that_does_not_answer_is_told_of_one_bad_copy(tmp_path: Path, sil
     assert silent.asked == ["POST /v1/suspects"]
 
 
-def test_a_node_that_stops_after_the_survey_is_met_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is asked for next, a manifest or to keep the save, it is the last to be asked for all that comes then."""
+def test_a_node_that_stops_after_the_survey_is_contacted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node stops after the survey: the load contacts it once, then asks all other nodes first."""
     state, root = {"a": torch.ones(3)}, tmp_path / "a"
     dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1))
     shutil.copytree(root / "step-1", tmp_path / "b" / "step-1")
@@ -217,10 +221,12 @@ def test_a_node_that_stops_after_the_survey_is_met_once(tmp_path: Path, monkeypa
     assert torch.equal(target["a"], state["a"])
 
 
-def test_silence_that_a_rank_met_in_the_metadata_costs_the_others_nothing(
+def test_a_node_silent_for_one_ranks_metadata_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node stops after the survey. A blank node's rank meets it; one of another node, that wants a shard, does not."""
+    """A node stops after the survey, and one rank times out on its metadata: the rank of another node does not contact
+    it for its shard.
+    """
     state = {"a": torch.ones(3)}
     dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "a", copies=1))
     for copy in "bc":
@@ -228,7 +234,7 @@ def test_silence_that_a_rank_met_in_the_metadata_costs_the_others_nothing(
     (tmp_path / "c" / "step-1" / shard(0)).unlink()
     with running_agent(tmp_path / "a") as one, running_agent(tmp_path / "b") as other:
         holders = [agent.endpoint.address("127.0.0.1") for agent in (one, other)]
-        # The order in which rank 0 asks for the metadata, so that it meets the stopped one.
+        # Rank 0 asks the nodes for the metadata in this order, so that it contacts the stopped one.
         stopped = min(holders, key=lambda peer: crc32c(f"rank 0/{peer.node_id}".encode()))
         agent = one if stopped.node_id == one.endpoint.node_id else other
         stores = [LocalStore(tmp_path / name) for name in ("blank", "c")]

@@ -1,4 +1,4 @@
-"""Tensors are filled piece by piece, from verified bytes only, and only what is needed of them is read."""
+"""Tensors are filled piece by piece from verified bytes, and only the needed blocks are read."""
 
 import os
 import traceback
@@ -20,7 +20,7 @@ from replicated_ckpt.core.reading.windows import LOCAL_WINDOW_BYTES
 from replicated_ckpt.stores.files.direct import address_of
 from tests.damage import flip
 
-ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, rows that end in the middle of blocks
+ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, and rows that end within blocks
 
 
 def saved(root: Path, tensor: torch.Tensor) -> None:
@@ -32,7 +32,7 @@ def numbered() -> torch.Tensor:
 
 
 class PartPlanner(DefaultLoadPlanner):
-    """Loads a rectangle of the stored tensor into a target that has its size."""
+    """Loads a rectangle of the stored tensor into a target of the same size."""
 
     def __init__(self, offsets: tuple[int, int], sizes: tuple[int, int]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class PartPlanner(DefaultLoadPlanner):
 def test_a_part_is_read_alone(
     tmp_path: Path, offsets: tuple[int, int], sizes: tuple[int, int], is_transposed: bool
 ) -> None:
-    """Rows of a contiguous tensor are read with the blocks that they lie in, and no others; any part gets its values."""
+    """Rows of a contiguous tensor are read with at most their own blocks. Any rectangle gets its values."""
     saved(tmp_path, numbered().t().contiguous().t() if is_transposed else numbered())
     planner, reader = PartPlanner(offsets, sizes), ReplicatedReader(tmp_path)
     dcp.load({"t": torch.zeros(ROWS, COLUMNS)}, checkpoint_id="step-1", storage_reader=reader, planner=planner)
@@ -67,8 +67,8 @@ def test_a_part_is_read_alone(
 
 
 @pytest.mark.parametrize("rows", [80, 400])
-def test_a_small_part_of_a_tensor_of_any_size_is_read_once(tmp_path: Path, rows: int) -> None:
-    """The head is foretold as it was written, so that what follows it need not be read as a whole."""
+def test_a_small_part_of_a_tensor_is_read_alone(tmp_path: Path, rows: int) -> None:
+    """The position of the data follows from the predicted container head, so that two rows are read without the rest."""
     tensor = torch.arange(rows * 3001, dtype=torch.float32).reshape(rows, 3001)  # 0.96 MB or 4.8 MB
     saved(tmp_path, tensor)
     planner, reader = PartPlanner((70, 0), (2, 3001)), ReplicatedReader(tmp_path)
@@ -78,8 +78,8 @@ def test_a_small_part_of_a_tensor_of_any_size_is_read_once(tmp_path: Path, rows:
     assert reader.last_load.bytes_local <= 3 * BLOCK_BYTES
 
 
-def test_what_a_target_is_like_does_not_matter(tmp_path: Path) -> None:
-    """Other types and strides of targets get the same values as torch's own copy gives them."""
+def test_a_target_may_have_any_dtype_and_strides(tmp_path: Path) -> None:
+    """Targets of another dtype or stride get the values that torch's copy would give."""
     saved(tmp_path, numbered())
     targets = {
         "plain": torch.zeros(ROWS, COLUMNS),
@@ -93,7 +93,7 @@ def test_what_a_target_is_like_does_not_matter(tmp_path: Path) -> None:
 
 
 class Tagged(torch.Tensor):
-    """A class of the user's."""
+    """A user's subclass."""
 
 
 TARGETS: dict[str, Callable[[torch.dtype, int], torch.Tensor]] = {
@@ -108,7 +108,7 @@ TARGETS: dict[str, Callable[[torch.dtype, int], torch.Tensor]] = {
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_target_is_written_in_place_as_stock_does(tmp_path: Path, kind: str, is_inference: bool) -> None:
-    """One of autograd's, one made in inference mode, one with gaps: whatever its size and type, it gets the values."""
+    """Leaf tensors, inference tensors, subclasses and tensors with gaps are written in place, at any size and dtype."""
     sizes = {"small": 5, "window": 3000, "large": 600_000}
     stored = {
         name: torch.arange(rows * 2, dtype=torch.float32).remainder(100).view(-1, 2) for name, rows in sizes.items()
@@ -123,7 +123,7 @@ def test_a_target_is_written_in_place_as_stock_does(tmp_path: Path, kind: str, i
 
 @pytest.mark.parametrize("rows", [5, 600_000])
 def test_a_target_with_several_elements_at_one_place_is_refused(tmp_path: Path, rows: int) -> None:
-    """Whatever its size: each row would overwrite the one before."""
+    """An expanded target is refused at any size: its rows share memory."""
     stored = torch.arange(3 * rows, dtype=torch.float32).view(3, rows)
     saved(tmp_path, stored)
     with pytest.raises(CheckpointException, match=r"expand.*: nothing can be loaded into it"):
@@ -134,8 +134,7 @@ def test_a_target_with_several_elements_at_one_place_is_refused(tmp_path: Path, 
         )
 
 
-def test_what_was_stored_does_not_matter(tmp_path: Path) -> None:
-    """A tensor that was saved transposed has another container, which is gathered first."""
+def test_a_transposed_tensor_loads_into_a_contiguous_target(tmp_path: Path) -> None:
     saved(tmp_path, numbered().t())
     target = torch.zeros(COLUMNS, ROWS)
     dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
@@ -144,9 +143,8 @@ def test_what_was_stored_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
 def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
-    """With a flipped bit and no other copy the load raises; the tensor holds what was saved, then what it held before.
-
-    Between them may lie one window of zeros.
+    """With a flipped bit and no other copy the load raises. The tensor contains a prefix of saved values, at most one
+    window of zeros, then its earlier values.
     """
     saved(tmp_path, numbered() + 1)
     path = tmp_path / "step-1" / "__0_0.distcp"
@@ -163,8 +161,8 @@ def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
     assert torch.equal(values[read:], torch.tensor([0.0, -7.0]).repeat_interleave(torch.tensor([cleared, kept])))
 
 
-def test_large_tensors_are_read_to_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large tensor no more than the blocks at its ends is read anywhere else and copied."""
+def test_large_tensors_are_read_directly_into_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tensor is read directly into its memory. At most three blocks are read elsewhere and copied."""
     saved(tmp_path, numbered())
     target = torch.zeros(ROWS, COLUMNS)
     start, end = target.data_ptr(), target.data_ptr() + target.nbytes
@@ -181,7 +179,7 @@ def test_large_tensors_are_read_to_where_they_belong(tmp_path: Path, monkeypatch
 
 
 def test_the_disk_is_few_frames_below_dcp_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the hook that DCP calls to `preadv` there are at most nine functions of ours, at the first open, too."""
+    """From DCP's hook to `preadv` there are at most nine functions of this package."""
     saved(tmp_path, numbered())
     depths, preadv = list[int](), os.preadv
 

@@ -30,8 +30,10 @@ def state(value: int) -> dict[str, Any]:
     return {"weights": torch.full((1000,), float(value)), "step": value}
 
 
-def test_what_was_saved_last_is_restored(tmp_path: Path) -> None:
-    """Nothing at first; then, in the background or not, the last step with its values."""
+def test_the_last_step_is_restored(tmp_path: Path) -> None:
+    """`restore_latest` returns None at first, then the last step with its values, saved synchronously or in the
+    background.
+    """
     with CheckpointManager(tmp_path) as manager:
         found = state(0)
         assert manager.restore_latest(found) is None
@@ -39,7 +41,7 @@ def test_what_was_saved_last_is_restored(tmp_path: Path) -> None:
         manager.save(1, state(1))
         saved = state(2)
         manager.async_save(2, saved)
-        saved["weights"].zero_()  # the state belongs to the training again
+        saved["weights"].zero_()  # training may change the state again
         assert manager.restore_latest(found) == 2
         assert (found["step"], float(found["weights"].mean())) == (2, 2.0)
         manager.async_save(10, state(10))
@@ -50,7 +52,7 @@ def test_what_was_saved_last_is_restored(tmp_path: Path) -> None:
 
 
 def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
-    """After a loss a job passes its steps once more; {"overwrite": False} forbids it."""
+    """A step is replaced when the job saves the same step again. overwrite=False refuses that."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
         manager.save(1, state(3))
@@ -66,7 +68,7 @@ def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["save", "async_save", "restore", "latest_step", "all_steps", "wait", "close"])
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
-    """Whatever is called next raises what the save raised, once; nothing was saved, and the next save succeeds."""
+    """The next call raises the background save's error, once. The save after that succeeds."""
     manager = CheckpointManager(tmp_path)
     (tmp_path / "step-1").touch()  # a plain file is never replaced
     manager.async_save(1, state(1))
@@ -80,14 +82,16 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, c
 
 
 def test_steps_are_saved_as_often_as_asked_for(tmp_path: Path) -> None:
-    """Every so many-th step, and nothing else without a signal."""
+    """`should_save` is true for every 5th step with every=5."""
     with CheckpointManager(tmp_path, every=5) as manager:
         assert [step for step in range(1, 12) if manager.should_save(step)] == [5, 10]
         assert not manager.preempted
 
 
-def test_a_signal_asks_for_one_save_more(tmp_path: Path) -> None:
-    """After SIGTERM the next step is saved, whoever else listened hears it, and at the end it means what it did."""
+def test_a_signal_asks_for_one_more_save(tmp_path: Path) -> None:
+    """After SIGTERM `should_save` is true for the next step. An earlier handler is called, too, and `close` restores
+    it.
+    """
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     mine = signal.getsignal(signal.SIGTERM)
@@ -105,12 +109,12 @@ def test_a_signal_asks_for_one_save_more(tmp_path: Path) -> None:
 
 def _run_on(runs: Any) -> None:
     runs.set()
-    for _ in range(600):  # in short pieces: Python heeds a signal that comes just before a sleep begins at its end
+    for _ in range(600):  # in short pieces: Python handles a signal from just before a sleep only at its end
         time.sleep(0.1)
 
 
 def test_a_child_that_is_forked_can_be_ended(tmp_path: Path) -> None:
-    """In it the signal means what it meant before the manager: it has no step at which it would be heeded."""
+    """In a forked child SIGTERM has the handler from before the manager, as the child calls no `should_save`."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with CheckpointManager(tmp_path) as manager:
@@ -118,7 +122,7 @@ def test_a_child_that_is_forked_can_be_ended(tmp_path: Path) -> None:
             runs = context.Event()
             child = context.Process(target=_run_on, args=(runs,))
             child.start()
-            assert runs.wait(20)  # Python drops a signal that comes while it makes the child
+            assert runs.wait(20)  # Python drops a signal that arrives while it forks the child
             child.terminate()
             child.join(20)
             assert child.exitcode == -signal.SIGTERM
@@ -128,7 +132,7 @@ def test_a_child_that_is_forked_can_be_ended(tmp_path: Path) -> None:
 
 
 class Interrupting(Future[Any]):
-    """A save that is under way when whoever waits for it first is interrupted."""
+    """A running save. The first wait for it raises KeyboardInterrupt."""
 
     waits = 0
 
@@ -141,8 +145,10 @@ class Interrupting(Future[Any]):
 
 
 @pytest.mark.parametrize("call", ["restore", "latest_step", "save", "close"])
-def test_a_wait_that_was_interrupted_is_made_up_for(tmp_path: Path, call: str) -> None:
-    """The save goes on: whatever is called next waits for it, or two threads would meet others in one group."""
+def test_after_an_interrupted_wait_the_next_call_waits(tmp_path: Path, call: str) -> None:
+    """After an interrupted wait the save goes on, and the next call waits for it. Otherwise two threads would use one
+    group.
+    """
     manager = CheckpointManager(tmp_path, preempt_on=())
     manager.save(1, state(1))
     manager._in_flight = "step-2", (future := Interrupting())
@@ -155,7 +161,9 @@ def test_a_wait_that_was_interrupted_is_made_up_for(tmp_path: Path, call: str) -
 
 
 def test_every_so_many_checkpoints_go_to_the_bucket(tmp_path: Path) -> None:
-    """With object_every=2 it is every second; `wait` names it, and a blank node restores it from the bucket alone."""
+    """With object_every=2 every second checkpoint is uploaded. `wait` returns its id, and a blank node restores it from
+    the bucket.
+    """
     bucket = f"memory://{tmp_path.name}/run"
     with CheckpointManager(tmp_path / "lost", object_store=bucket, object_every=2) as manager:
         for step in (10, 20, 30):
@@ -167,8 +175,10 @@ def test_every_so_many_checkpoints_go_to_the_bucket(tmp_path: Path) -> None:
     assert found["step"] == 20
 
 
-def test_only_losses_are_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No whole checkpoint among some is ShardLost, not a first start; names that are not the manager's are no steps."""
+def test_lost_checkpoints_are_errors_and_other_names_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If all checkpoints are incomplete, `restore_latest` raises ShardLost. If only checkpoints with other names exist,
+    it returns None and a warning lists them.
+    """
     with CheckpointManager(tmp_path / "lost") as manager:
         manager.save(1, state(1))
         (tmp_path / "lost" / "step-1" / "__0_0.distcp").unlink()
@@ -193,7 +203,7 @@ def test_only_losses_are_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture
     ],
 )
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    """The constructor names the argument, and no signal is caught."""
+    """The constructor raises ConfigInvalid that names the argument, and installs no signal handler."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
         CheckpointManager(tmp_path, **arguments)
@@ -202,7 +212,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
 
 @pytest.mark.parametrize("step", [np.int64(2), torch.tensor(2), torch.tensor(2, dtype=torch.int32)])
 def test_a_step_may_be_an_integer_of_numpy_or_torch(tmp_path: Path, step: Any) -> None:
-    """Schedulers and trainers count in these; the manager gives the step back as an int."""
+    """A step may be an integer of numpy or torch. The manager returns it as an int."""
     found = state(0)
     with CheckpointManager(tmp_path, every=2) as manager:
         assert manager.should_save(step)
@@ -215,19 +225,19 @@ def test_a_step_may_be_an_integer_of_numpy_or_torch(tmp_path: Path, step: Any) -
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, np.float64(1.0), torch.tensor([1, 2]), torch.tensor(1.0)])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
-    """What could not be restored by its number is not saved."""
+    """`save` refuses a step that is not a non-negative integer."""
     with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigInvalid, match="step"):
         manager.save(step, state(1))
 
 
-def test_whether_to_save_is_asked_of_a_step(tmp_path: Path) -> None:
-    """Words are refused as by `save`."""
+def test_should_save_needs_a_step(tmp_path: Path) -> None:
+    """`should_save` refuses what is no step, as `save` does."""
     with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigInvalid, match="step must be"):
-        manager.should_save("x")  # type: ignore[arg-type]  # what is wrong
+        manager.should_save("x")  # type: ignore[arg-type]
 
 
 def test_signals_need_the_main_thread(tmp_path: Path) -> None:
-    """Elsewhere the manager says so; without signals it works on any thread."""
+    """Outside the main thread the constructor raises, unless preempt_on=() is given."""
     raised: list[BaseException] = []
 
     def made() -> None:

@@ -1,4 +1,4 @@
-"""A rank's own item that another user has written: a typed error, no code, and no memory read that is not its own."""
+"""A rank's own item that an attacker wrote: a typed error, no code is run, and no memory outside the item is read."""
 
 import random
 from collections.abc import Callable
@@ -31,17 +31,17 @@ def with_random(**more: Any) -> Callable[[], Any]:
 
 
 ITEMS: dict[str, Callable[[], Any]] = {
-    "numpy beyond its words": with_random(numpy=at(MANY)),
-    "numpy before its words": with_random(numpy=at(-MANY)),
-    "numpy at no number": with_random(numpy={**at(0), "state": {"pos": "x"}}),
-    "numpy's Philox": with_random(numpy=philox(MANY)),
-    "numpy of a list": with_random(numpy=[]),
-    "python beyond its words": with_random(python=(3, [0] * 624 + [MANY], None)),
-    "python of few words": with_random(python=(3, [0], None)),
-    "python of texts": with_random(python=(3, ["x"] * 625, None)),
-    "torch of few bytes": with_random(torch=torch.zeros(3, dtype=torch.uint8)),
-    "torch of ones": with_random(torch=torch.full_like(torch.get_rng_state(), 255)),
-    "torch of floats": with_random(torch=torch.zeros(5056)),
+    "numpy position past the end": with_random(numpy=at(MANY)),
+    "numpy position before the start": with_random(numpy=at(-MANY)),
+    "numpy position is a text": with_random(numpy={**at(0), "state": {"pos": "x"}}),
+    "Philox position past the end": with_random(numpy=philox(MANY)),
+    "numpy state is a list": with_random(numpy=[]),
+    "python position past the end": with_random(python=(3, [0] * 624 + [MANY], None)),
+    "python state too short": with_random(python=(3, [0], None)),
+    "python state of texts": with_random(python=(3, ["x"] * 625, None)),
+    "torch state too short": with_random(torch=torch.zeros(3, dtype=torch.uint8)),
+    "torch state of ones": with_random(torch=torch.full_like(torch.get_rng_state(), 255)),
+    "torch state of floats": with_random(torch=torch.zeros(5056)),
     "no generators": lambda: {"random": {}},
     "nothing": dict,
     "a list": lambda: [1],
@@ -52,8 +52,8 @@ ITEMS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_it_is_one_of_our_errors(item: str) -> None:
-    """Whatever lies there, the process lives, its generators work, and the error is one line that steers no terminal."""
+def test_a_hostile_item_raises_our_error(item: str) -> None:
+    """A hostile item raises ReplicatedCkptError with a printable message. The process and its generators keep working."""
     raw = pack(ITEMS[item](), NAME)
     before = random.getstate()
     try:
@@ -67,14 +67,14 @@ def test_it_is_one_of_our_errors(item: str) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"x", b"PK\x03\x04", bytes(1000)])
-def test_bytes_that_are_no_item_are_one_of_our_errors(raw: bytes) -> None:
-    """Nor is what no `torch.save` wrote a traceback of torch's."""
+def test_bytes_that_are_no_item_raise_our_error(raw: bytes) -> None:
+    """Bytes that `torch.save` did not write raise ReplicatedCkptError, not an error of torch."""
     with pytest.raises(ReplicatedCkptError):
         RankState().load_state_dict({NAME: raw})
 
 
-def test_a_loader_takes_no_generators_from_elsewhere() -> None:
-    """The states with which an epoch began are checked like a rank's own."""
+def test_a_loader_checks_its_generator_states() -> None:
+    """A loader checks the generator states from an epoch's start like a rank's own item."""
     loader = ReplayedLoader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8))))
     next(iter(loader))
     state = loader.state_dict()

@@ -1,4 +1,4 @@
-"""CheckpointManager.delete: what goes, what stays, and what another job still reads."""
+"""CheckpointManager.delete: what is removed, what stays, and what another job still reads."""
 
 import shutil
 from pathlib import Path
@@ -21,14 +21,16 @@ pytestmark = [
 
 
 def test_a_deleted_step_is_gone(root: Path) -> None:
-    """From the node and for good, also one that was replaced, restored, or lost; others stay, and it may be saved again."""
+    """`delete` removes a step from the node, also one that was replaced, restored or lost. Other steps stay, and the
+    step can be saved again.
+    """
     with CheckpointManager(root) as manager:
         assert not manager.delete(1)
         for step in (1, 2, 2, 3):
             manager.save(step, state(step))
         manager.restore(state(0), 2)
         assert manager.delete(2)
-        wait_for(lambda: manager.all_steps() == (1, 3), 20, "the others alone")
+        wait_for(lambda: manager.all_steps() == (1, 3), 20, "only the other steps are listed")
         assert not (root / "step-2").exists()
         assert not manager.delete(2)
         (root / "step-1" / "__0_0.distcp").unlink()
@@ -40,7 +42,7 @@ def test_a_deleted_step_is_gone(root: Path) -> None:
 
 
 def test_a_deleted_step_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> None:
-    """With the nodes' copies its objects go; a blank node lists the others alone."""
+    """`delete` removes the step's objects from the bucket, too. A blank node lists only the other step."""
     bucket = f"file://{tmp_path}/bucket/run"
     with CheckpointManager(root, object_store=bucket) as manager:
         for step in (1, 2):
@@ -53,8 +55,8 @@ def test_a_deleted_step_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "bucket" / "run").glob("step-1/*.distcp"))
 
 
-def test_what_an_upload_has_begun_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> None:
-    """Its agent was killed, or waits for its next try, with a shard in the bucket and no mark: no upload takes it back."""
+def test_delete_removes_an_unfinished_upload(root: Path, tmp_path: Path) -> None:
+    """`delete` removes the shards of an unfinished upload. Objects of another save stay."""
     bucket = tmp_path / "bucket" / "run" / "step-1"
     with CheckpointManager(root) as manager:
         for step in (1, 2):
@@ -68,7 +70,9 @@ def test_what_an_upload_has_begun_is_gone_from_the_bucket(root: Path, tmp_path: 
 
 
 def test_a_step_of_an_older_run_is_deleted(root: Path, tmp_path: Path) -> None:
-    """It is removed although the newest checkpoint in the root is another run's, whose steps stay."""
+    """`delete` removes a step of this run, although the newest checkpoint in the root belongs to another run. That
+    run's step stays.
+    """
     with CheckpointManager(root) as manager:
         manager.save(1, state(1))
     with CheckpointManager(tmp_path / "other") as manager:
@@ -83,8 +87,10 @@ def test_a_step_of_an_older_run_is_deleted(root: Path, tmp_path: Path) -> None:
         assert manager.all_steps() == (2,)
 
 
-def test_what_another_job_reads_is_deleted_afterwards(root: Path) -> None:
-    """Its load is not disturbed; once it reads another checkpoint the node's agent removes the step."""
+def test_a_step_that_another_job_reads_is_deleted_afterwards(root: Path) -> None:
+    """Another job reads the step: `delete` keeps the files until that job reads another checkpoint. Then the agent
+    removes the step.
+    """
     with CheckpointManager(root) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
@@ -96,13 +102,13 @@ def test_what_another_job_reads_is_deleted_afterwards(root: Path) -> None:
             if step == 1:
                 assert manager.delete(1)
                 assert (root / "step-1").exists()
-        ask_agent(LocalStore(root), "POST", "/v1/forget", {"node_id": "nobody"})  # has the agent look now
+        ask_agent(LocalStore(root), "POST", "/v1/forget", {"node_id": "nobody"})  # makes the agent check now
         wait_for(lambda: not (root / "step-1").exists(), 20, "the removal")
         assert manager.all_steps() == (2,)
 
 
-def test_a_step_that_cannot_be_named_is_not_said_to_be_deleted(root: Path) -> None:
-    """What stock torch wrote under a step's id exists and is no save of ours: an error says what to do, and it stays."""
+def test_delete_of_a_stock_checkpoint_raises(root: Path) -> None:
+    """A step that stock torch wrote is not deleted: `delete` raises, and the hint explains how to remove it by hand."""
     with CheckpointManager(root) as manager:
         manager.save(1, state(1))
         dcp.save(state(7), storage_writer=dcp.FileSystemWriter(root / "step-7"), no_dist=True)

@@ -1,4 +1,4 @@
-"""CheckpointManager's steps: which there are, what was noted with them, which is the best, and what `close` ends."""
+"""CheckpointManager's steps: the list, their metrics and metadata, the best step, and what `close` forbids."""
 
 import shutil
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def state(value: int) -> dict[str, Any]:
 
 
 def test_any_step_is_restored(root: Path) -> None:
-    """Nothing at first; then each step by its number, and the newest without one."""
+    """`restore` returns None at first, then the newest step, or the step with the given number."""
     found = state(0)
     with CheckpointManager(root) as manager:
         assert (manager.latest_step(), manager.all_steps(), manager.restore(found)) == (None, (), None)
@@ -53,7 +53,7 @@ def test_any_step_is_restored(root: Path) -> None:
 
 
 def test_a_step_that_is_lost_is_not_listed(root: Path) -> None:
-    """What cannot be restored is no step; where nothing can be, that is an error and no first start."""
+    """A lost step is not listed. If all are lost, look-ups raise ShardLost."""
     with CheckpointManager(root) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
@@ -65,8 +65,10 @@ def test_a_step_that_is_lost_is_not_listed(root: Path) -> None:
                 look()
 
 
-def test_notes_come_back_with_their_step(root: Path) -> None:
-    """Metrics and metadata of each save, also of one in the background, replaced with it; other saves have none."""
+def test_notes_are_returned_with_their_step(root: Path) -> None:
+    """Metrics and metadata are returned with their step, also from a background save. A new save of the step replaces
+    them.
+    """
     with CheckpointManager(root) as manager:
         metadata = {"commit": "abc", "data": {"shards": [1, 2], "name": "größe"}}
         manager.async_save(1, state(1), metrics={"loss": torch.tensor(0.5), "lr": 1}, metadata=metadata)
@@ -94,8 +96,8 @@ def test_notes_come_back_with_their_step(root: Path) -> None:
         {"metadata": {"nan": float("nan")}},
     ],
 )
-def test_notes_that_cannot_be_kept_are_refused(root: Path, notes: dict[str, Any]) -> None:
-    """No number, no JSON, or too much of it: the save says so before it begins, and nothing is saved."""
+def test_invalid_notes_are_refused(root: Path, notes: dict[str, Any]) -> None:
+    """Metrics that are no numbers, and metadata that is no JSON or too large, are refused before the save begins."""
     with CheckpointManager(root) as manager:
         with pytest.raises(ConfigInvalid, match="cannot be stored"):
             manager.save(1, state(1), **notes)
@@ -103,7 +105,9 @@ def test_notes_that_cannot_be_kept_are_refused(root: Path, notes: dict[str, Any]
 
 
 def test_the_best_step_is_found(root: Path) -> None:
-    """Smallest or largest, NaN and steps without the metric never, of equals the newest."""
+    """`best_step` returns the step with the smallest or largest metric, and the newest of equals. It skips NaN and
+    steps without the metric.
+    """
     with CheckpointManager(root) as manager:
         for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.25), (4, 0.25), (5, 0.75)):
             manager.save(step, state(step), metrics={"loss": loss})
@@ -115,8 +119,8 @@ def test_the_best_step_is_found(root: Path) -> None:
             manager.best_step("loss", best_is="smallest")  # type: ignore[arg-type]
 
 
-def test_other_ids_in_the_root_are_no_steps(root: Path) -> None:
-    """They neither count nor keep the manager's own from being listed and restored, also where one is the newest."""
+def test_other_ids_in_the_root_are_not_listed_as_steps(root: Path) -> None:
+    """Checkpoints with other ids are not listed as steps, and do not hide the manager's own, even if one is the newest."""
     final: dict[str, Any] = {"checkpoint_id": "final", "no_dist": True}
     with CheckpointManager(root) as manager:
         manager.save(1, state(1), metrics={"loss": 0.5})
@@ -130,8 +134,10 @@ def test_other_ids_in_the_root_are_no_steps(root: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_on_save_in_the_background_calls_no_method(root: Path) -> None:
-    """It would wait for its own thread for ever: it is told what to do instead, and the save is not affected."""
+def test_on_save_in_the_background_may_call_no_method(root: Path) -> None:
+    """A method that `on_save` of a background save calls raises ConfigInvalid, as it would wait for its own thread. The
+    save is not affected.
+    """
     refused: dict[str, str] = {}
 
     def on_save(report: SaveReport) -> None:
@@ -157,7 +163,7 @@ def test_on_save_in_the_background_calls_no_method(root: Path) -> None:
 
 
 def test_retention_keeps_the_best(root: Path) -> None:
-    """With keep_best the best stays, however old, beside the newest; a better one takes its place."""
+    """With `keep_best` retention keeps the best step and the newest. A better step replaces the best."""
     with CheckpointManager(root, retention=Retention(keep_last=1)) as manager:
         manager.keep_best("accuracy", best_is="max")
         for step, accuracy in enumerate((0.5, 0.9, 0.6, 0.7), start=1):
@@ -170,8 +176,10 @@ def test_retention_keeps_the_best(root: Path) -> None:
         manager.keep_best("accuracy")
 
 
-def test_a_closed_manager_says_so(root: Path) -> None:
-    """Whatever saves, looks or loads is ManagerClosed; what it remembers, `repr` and a second `close` are not."""
+def test_a_closed_manager_raises(root: Path) -> None:
+    """After `close`, methods that save, look up or load raise ManagerClosed. Attributes, `repr` and a second `close`
+    still work.
+    """
     manager = CheckpointManager(root, preempt_on=())
     manager.save(1, state(1))
     assert "open" in repr(manager)
@@ -197,7 +205,7 @@ def test_a_closed_manager_says_so(root: Path) -> None:
         "wait": (),
     }
     public = {name for name in vars(CheckpointManager) if name[0] != "_" and callable(getattr(manager, name))}
-    assert public - {"close", "hold_until_copied"} == calls.keys()  # these may be called again
+    assert public - {"close", "hold_until_copied"} == calls.keys()  # these may be called after close()
     for name, arguments in calls.items():
         with pytest.raises(ManagerClosed, match=r"after close\(\)"):
             getattr(manager, name)(*arguments)
@@ -205,8 +213,8 @@ def test_a_closed_manager_says_so(root: Path) -> None:
 
 
 @pytest.mark.parametrize("ack", ["local", "peer-memory", "peer"])
-def test_promises_are_arguments(root: Path, ack: Ack) -> None:
-    """copies, ack and domain reach the writer; `repr` shows them; what cannot work is refused by name."""
+def test_copies_ack_and_domain_reach_the_writer(root: Path, ack: Ack) -> None:
+    """`copies`, `ack` and `domain` reach the writer, and `repr` shows them. An invalid value is refused by name."""
     manager = CheckpointManager(root, copies=1, ack=ack, domain="rack-1", preempt_on=())
     assert f"copies=1, ack={ack!r}" in repr(manager)
     manager.save(1, state(1))
@@ -217,8 +225,7 @@ def test_promises_are_arguments(root: Path, ack: Ack) -> None:
             CheckpointManager(root, preempt_on=(), **wrong)
 
 
-def test_help_tells_all() -> None:
-    """Every argument of the constructor, and every public name, has its words in the docstrings."""
+def test_docstrings_describe_every_argument_and_name() -> None:
     text = CheckpointManager.__doc__ or ""
     arguments = [name for name in CheckpointManager.__init__.__annotations__ if name != "return"]
     assert [name for name in arguments if name not in text] == []
@@ -226,8 +233,10 @@ def test_help_tells_all() -> None:
     assert [name for name, member in public.items() if not (member.__doc__ or "").strip()] == []
 
 
-def test_notes_that_cannot_be_kept_fail_the_save_on_all_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 does not raise alone, before the others wait for it in the save; the next one is as ever."""
+def test_invalid_notes_fail_the_save_on_all_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several ranks, invalid metrics fail the save on all ranks. Rank 0 does not raise alone while the others
+    wait.
+    """
     of_two = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: 0)
     monkeypatch.setattr("replicated_ckpt.dcp.steps.dist", of_two)
     with CheckpointManager(root, copies=1, preempt_on=()) as manager:
@@ -241,14 +250,14 @@ def test_notes_that_cannot_be_kept_fail_the_save_on_all_ranks(root: Path, monkey
 
 @pytest.mark.parametrize("metrics", [{"huge": 10**400}, {"loss": "bad"}])
 def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, metrics: dict[str, Any]) -> None:
-    """One that no float holds, too."""
+    """A metric that is no number, or larger than any float, raises ConfigInvalid."""
     with CheckpointManager(tmp_path, copies=1, preempt_on=()) as manager, pytest.raises(ConfigInvalid):
         manager.save(1, {"x": torch.ones(3)}, metrics=metrics)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoints of several runs")
 def test_a_restore_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """Another run's newer checkpoint lies in the root: it was looked at, and what is saved next is of this run."""
+    """A failed restore searched past another run's newer checkpoint: the next save still belongs to this run."""
     state = {"x": torch.ones(3)}
     with CheckpointManager(tmp_path / "ours", copies=1, preempt_on=()) as manager:
         manager.save(1, state)
@@ -266,7 +275,7 @@ def test_a_restore_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
 
 
 def import_beside(root: Path) -> None:
-    """Another run's checkpoint, newer than all, and one in a directory of its own."""
+    """Imports another run's checkpoint, newer than all others, and one into a directory of its own."""
     torch.save({"x": torch.arange(9)}, root.with_name("x.pt"))
     for name in ("pretrained", "others/step-9"):
         import_checkpoint(root.with_name("x.pt"), name, format="torch", root=root, copies=1)
@@ -285,7 +294,9 @@ def import_beside(root: Path) -> None:
 def test_restore_takes_the_newest_step_of_its_own(
     root: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any], newest: int, memory: bool
 ) -> None:
-    """Whatever else lies in the root: copied, renamed or imported there. What is saved next is newer than all of it."""
+    """Checkpoints were copied, renamed or imported in the root: `restore` loads the manager's newest step, and the next
+    save is newer than all of them.
+    """
     options: dict[str, Any] = {"memory": True, "disk_every": 1} if memory else {}
     with CheckpointManager(root, copies=1, **options) as manager:
         for step in (1, 2, 3):

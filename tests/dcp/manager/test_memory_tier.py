@@ -1,4 +1,6 @@
-"""The memory tier of one process: which store a save goes to, which one a load takes, and what cannot be a tier."""
+"""The memory tier of one process: which store a save goes to, which store a load reads, and which directories are
+refused.
+"""
 
 import errno
 import logging
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in memory, also where the tests' own directory is on a disk."""
+    """A directory in memory, also where `tmp_path` is on a disk."""
     base = Path(tempfile.mkdtemp(prefix="rckpt-test-", dir=SHARED_MEMORY))
     yield base / "tier"
     stop_agent(base / "tier")
@@ -63,7 +65,7 @@ def steps_in(root: Path) -> set[int]:
 
 
 def test_the_bucket_and_keep_every_count_what_goes_to_the_disk(root: Path, tmp_path: Path, memory: Path) -> None:
-    """Every second spilled checkpoint is in the bucket; the disk keeps the last one and every third that was spilled."""
+    """`object_every` and `keep_every` count the checkpoints on the disk, not those in memory."""
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     kept = Retention(keep_last=1, keep_every=3)
@@ -77,7 +79,7 @@ def test_the_bucket_and_keep_every_count_what_goes_to_the_disk(root: Path, tmp_p
 
 
 def test_a_wait_for_both_tiers_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first tier has used of the time, the second one has no more."""
+    """The second tier gets the time-out that the first one has left."""
     now, given = [100.0], []
 
     def tier() -> Any:
@@ -95,7 +97,7 @@ def test_a_wait_for_both_tiers_has_one_deadline(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_metrics_and_notes_of_both_tiers_are_seen(root: Path, memory: Path) -> None:
-    """The best step may lie on the disk alone, while memory has only the newest two."""
+    """`best_step`, `notes` and `restore` cover both tiers. The best step may be on the disk alone."""
     with opened(root, memory, disk_every=2) as manager:
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 2.0, 6.0], start=1):
             manager.save(step, state(step), metrics={"loss": loss})
@@ -108,10 +110,12 @@ def test_metrics_and_notes_of_both_tiers_are_seen(root: Path, memory: Path) -> N
 
 
 @pytest.mark.parametrize(("kind", "newest"), [("memory", 5), ("bucket", 3)])
-def test_what_is_saved_after_an_older_step_was_restored_is_the_newest(
+def test_saves_after_a_restore_of_an_older_step_are_the_newest(
     root: Path, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, newest: int
 ) -> None:
-    """What the run left behind lies in another tier, to which the saves that follow do not go: they are newer."""
+    """A job restores an older step and saves on, while later steps of the earlier job lie in another tier: the new
+    saves are newer.
+    """
     options: dict[str, Any] = {"memory": memory, "disk_every": 2}
     if kind == "bucket":
         (tmp_path / "bucket").mkdir()
@@ -139,8 +143,10 @@ def test_what_is_saved_after_an_older_step_was_restored_is_the_newest(
     assert main(["verify", "--root", str(root)]) == ExitCode.OK
 
 
-def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
-    """A job that ran without its memory tier went further: its checkpoint goes before memory's, and so do its sequences."""
+def test_a_newer_step_on_the_disk_is_loaded(root: Path, memory: Path) -> None:
+    """A job without its memory tier saved newer steps to the disk: the disk's step is restored, and the next save in
+    memory is newer.
+    """
     with opened(root, memory, disk_every=100) as manager:
         manager.save(1, state(1))
     with CheckpointManager(root, copies=1, preempt_on=()) as manager:
@@ -156,10 +162,12 @@ def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
 
 
 @pytest.mark.parametrize("between", ["no tier", "another tier"])
-def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
+def test_saves_without_the_tier_are_newer_than_the_tiers(
     root: Path, memory: Path, between: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job that left the tier out goes on from an older step, and says so; with the tier again its checkpoints load."""
+    """A job without the tier restores an older step from the disk and warns. Once the tier is used again, that job's
+    later saves load.
+    """
     other = memory.parent / "other"
     with opened(root, memory, disk_every=3) as manager:
         for step in range(1, 6):
@@ -186,8 +194,8 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "a loop of links"])
-def test_a_tier_of_before_that_is_no_store_any_more_is_passed_over(root: Path, memory: Path, what: str) -> None:
-    """After a reboot anything may lie where it was; a job without the tier restores and saves all the same."""
+def test_an_earlier_tier_that_is_no_store_is_skipped(root: Path, memory: Path, what: str) -> None:
+    """The path of an earlier tier is missing or no directory: a job without the tier restores and saves all the same."""
     with opened(root, memory, disk_every=1) as manager:
         manager.save(1, state(1))
     stop_agent(memory)
@@ -202,8 +210,8 @@ def test_a_tier_of_before_that_is_no_store_any_more_is_passed_over(root: Path, m
     assert steps_in(root) == {1, 2}
 
 
-def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, memory: Path) -> None:
-    """Memory is empty after a reboot, and the program restores nothing: its saves are newer than the disk's."""
+def test_a_first_save_without_a_restore_continues_the_disks_run(root: Path, memory: Path) -> None:
+    """Memory is empty, and the job saves without a restore: its saves are newer than the disk's."""
     with opened(root, memory, disk_every=1) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
@@ -215,7 +223,7 @@ def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, m
 
 
 def test_the_state_is_copied_once_and_may_change_at_once(root: Path, memory: Path) -> None:
-    """Both tiers hold the state as it was at the call, though it was changed before either was written."""
+    """Both tiers contain the state as of the call of `async_save`, although the state changed right after."""
     changing = state(1)
     with opened(root, memory, disk_every=1) as manager:
         manager.async_save(1, changing)
@@ -228,8 +236,10 @@ def test_the_state_is_copied_once_and_may_change_at_once(root: Path, memory: Pat
         assert torch.equal(found["w"], state(1)["w"])
 
 
-def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The warning names the step, both stores and what was wrong; and the disk's bytes are in the state."""
+def test_a_load_from_the_disk_instead_of_memory_warns_once(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory tier's step is damaged: the disk's loads, and one warning names the step, both stores and the error."""
     with opened(root, memory, disk_every=1) as manager:
         manager.save(1, state(1))
     damage_step(memory, 1)
@@ -249,7 +259,9 @@ def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, cap
 @pytest.mark.parametrize("what", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
 def test_a_process_that_can_open_no_file_gets_no_older_step(root: Path, memory: Path, what: str, code: int) -> None:
-    """Neither memory's nor the disk's: what could not be opened is intact, and loads once it can."""
+    """A process without free descriptors or memory raises, and loads no older step from either tier. Later the newest
+    loads.
+    """
 
     def refuse(name: Any, *arguments: Any, dir_fd: int | None = None, **named: Any) -> int:
         below = Path("/") if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
@@ -269,17 +281,19 @@ def test_a_process_that_can_open_no_file_gets_no_older_step(root: Path, memory: 
 
 
 def damage_step(memory: Path, step: int) -> None:
-    """Zeroes half of the shard of a step."""
+    """Zeroes the first half of the step's shard."""
     shard = next((memory / f"step-{step}").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[: len(content) // 2] = bytes(len(content) // 2)
     shard.write_bytes(content)
 
 
-def test_an_older_save_of_the_step_is_told_by_its_sequence(
+def test_the_warning_distinguishes_saves_of_a_step_by_sequence(
     root: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step was saved again, in memory alone, which is damaged: the disk's is loaded, and the warning tells them apart."""
+    """A step was saved again in memory alone, and is damaged there: the disk's older save loads. The warning
+    distinguishes the two by sequence number.
+    """
     with opened(root, memory, disk_every=2) as manager:
         manager.save(2, state(2))
         manager.save(1, state(1))
@@ -295,7 +309,9 @@ def test_an_older_save_of_the_step_is_told_by_its_sequence(
 
 
 def test_another_runs_steps_on_the_disk_are_no_newer_than_memorys(root: Path, memory: Path, tmp_path: Path) -> None:
-    """They count by themselves: in place of memory's newest step its one before is loaded, not the other run's fifth."""
+    """Sequence numbers count per run: in place of memory's damaged step its predecessor loads, not another run's step 5
+    on the disk.
+    """
     with CheckpointManager(tmp_path / "another", copies=1, preempt_on=()) as manager:
         for step in range(1, 6):
             manager.save(step, state(-step))
@@ -310,7 +326,7 @@ def test_another_runs_steps_on_the_disk_are_no_newer_than_memorys(root: Path, me
 
 
 class Refusing:
-    """A part of a state that says no to what it is given."""
+    """A part of a state that raises in `load_state_dict`."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -324,8 +340,10 @@ class Refusing:
         raise WorldSizeChanged([4], 2)
 
 
-def test_what_a_part_of_the_state_refuses_is_raised_at_once(root: Path, memory: Path) -> None:
-    """Other ranks may not meet it, and would not load another step; the rest of the state is the newest step's."""
+def test_an_error_of_a_part_of_the_state_is_raised_at_once(root: Path, memory: Path) -> None:
+    """An error in a part's `load_state_dict` is raised at once. Another step is not tried, as the other ranks would not
+    load it.
+    """
     part = Refusing()
     with opened(root, memory, disk_every=2) as manager:
         for step in (1, 2, 3):
@@ -337,7 +355,7 @@ def test_what_a_part_of_the_state_refuses_is_raised_at_once(root: Path, memory: 
 
 
 def test_a_state_that_does_not_fit_gets_no_older_step(root: Path, memory: Path) -> None:
-    """The error of the newest step is raised, as without a memory tier: an older one that fits would hide it."""
+    """A state that does not fit the newest step raises that error. An older step that fits is not loaded."""
     with opened(root, memory, disk_every=100) as manager:
         manager.save(1, {**state(1), "gone": torch.ones(1)})
         manager.save(2, state(2))
@@ -345,8 +363,10 @@ def test_a_state_that_does_not_fit_gets_no_older_step(root: Path, memory: Path) 
             manager.restore({**state(-1), "gone": torch.zeros(1)})
 
 
-def test_on_save_is_known_where_both_tiers_call_it_at_once() -> None:
-    """A call that would wait for its own save is refused, also after the other tier's `on_save` has returned meanwhile."""
+def test_a_call_within_on_save_is_refused_while_both_tiers_call_it() -> None:
+    """Both tiers call `on_save` at once: a call that would wait is refused, also after the other tier's `on_save` has
+    returned.
+    """
     inside, left, refused = threading.Event(), threading.Event(), []
 
     def on_save(report: Any) -> None:
@@ -368,17 +388,17 @@ def test_on_save_is_known_where_both_tiers_call_it_at_once() -> None:
     assert refused == ["memory"]
 
 
-def _go_on(manager: CheckpointManager) -> None:
+def _save_and_close(manager: CheckpointManager) -> None:
     manager.async_save(2, state(2))
     manager.close()
 
 
 def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory: Path) -> None:
-    """The threads of the parent's saves are not in it: it makes its own, and both processes' checkpoints are whole."""
+    """A forked child creates its own saving threads. The checkpoints of both processes are complete."""
     with opened(root, memory, disk_every=1) as manager:
         manager.async_save(1, state(1))
         manager.wait()
-        child = get_context("fork").Process(target=_go_on, args=(manager,))
+        child = get_context("fork").Process(target=_save_and_close, args=(manager,))
         child.start()
         child.join(30)
         child.kill()
@@ -388,8 +408,8 @@ def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory:
     assert main(["verify", "--root", str(root)]) == ExitCode.OK
 
 
-def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:
-    """The nodes may be taken away all at once, and their memory with them."""
+def test_a_save_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:
+    """After a preemption signal the save goes to the disk, too, as the nodes may lose their memory."""
     with CheckpointManager(root, memory=memory, disk_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
         manager.save(1, state(1))
         assert steps_in(root) == set()
@@ -399,8 +419,8 @@ def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path)
     assert steps_in(root) == {2}
 
 
-def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: Path, memory: Path) -> None:
-    """Out of its turn on the disk, it is there in the bucket and in a policy that keeps every one, as any other there."""
+def test_a_save_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: Path, memory: Path) -> None:
+    """A checkpoint that goes to the disk because of a signal is uploaded and kept like any other on the disk."""
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     kept = Retention(keep_last=1, keep_every=1)
@@ -417,8 +437,10 @@ def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: P
     assert steps_in(root) == {2, 3, 4, 5}
 
 
-def test_a_smaller_spill_every_counts_at_once(root: Path, memory: Path) -> None:
-    """A job that goes on with a smaller `disk_every` has what is due on the disk at once, and counts on from there."""
+def test_a_smaller_disk_every_counts_at_once(root: Path, memory: Path) -> None:
+    """A job restarts with a smaller `disk_every`: a checkpoint that is due goes to the disk at once, and counting
+    continues from there.
+    """
     with opened(root, memory, disk_every=100) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state(step))
@@ -436,7 +458,9 @@ def test_a_smaller_spill_every_counts_at_once(root: Path, memory: Path) -> None:
 def test_after_a_signal_the_disk_gets_what_memory_refuses(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last save before the nodes go is not lost because their memory is full; before the signal it is refused."""
+    """Memory is full: before the signal the save is refused. After the signal the save goes to the disk alone, with a
+    warning.
+    """
     with CheckpointManager(root, memory=memory, disk_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
         manager.save(1, state(1))
         monkeypatch.setattr(memory_root, "measure_memory", lambda _: 0)
@@ -452,10 +476,10 @@ def test_after_a_signal_the_disk_gets_what_memory_refuses(
     assert "rank 0: MemoryTierShort: " in said, "the cause, and no traceback"
 
 
-def test_a_spill_that_failed_is_made_with_the_next_save(
+def test_a_failed_save_to_the_disk_is_repeated_with_the_next_save(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that was full for a moment costs one step there, not ten."""
+    """A save to the disk failed: the very next save goes to the disk, rather than the next one in turn."""
     with opened(root, memory, disk_every=2) as manager:
         manager.save(1, state(1))
         with monkeypatch.context() as patch:
@@ -464,14 +488,14 @@ def test_a_spill_that_failed_is_made_with_the_next_save(
                 manager.save(2, state(2))
         manager.save(3, state(3))
         assert steps_in(root) == {3}
-        wait_for(lambda: steps_in(memory) == {2, 3}, 30.0, "the end of step 1, which an agent may be reading")
+        wait_for(lambda: steps_in(memory) == {2, 3}, 30.0, "the removal of step 1, which an agent may be reading")
         manager.save(4, state(4))
         manager.save(5, state(5))
     assert steps_in(root) == {3, 4}
 
 
 def full_disk_at(root: Path, sync: Callable[[FileSink], None]) -> Callable[[FileSink], None]:
-    """A sync that finds no room under this root."""
+    """A `sync` that raises StoreFull under this root."""
 
     def fail(sink: FileSink) -> None:
         if root in sink._path.parents:
@@ -481,8 +505,10 @@ def full_disk_at(root: Path, sync: Callable[[FileSink], None]) -> Callable[[File
     return fail
 
 
-def test_a_first_save_continues_a_run_of_which_nothing_is_whole(root: Path, memory: Path) -> None:
-    """After a reboot that damaged the disk's only checkpoint: its retention would not know what a new lineage leaves."""
+def test_a_first_save_continues_a_run_without_a_complete_checkpoint(root: Path, memory: Path) -> None:
+    """The disk's only checkpoint is damaged: the first save continues its lineage. Retention would not cover the old
+    one after a new lineage began.
+    """
     with opened(root, memory, disk_every=1) as manager:
         manager.save(1, state(1))
     before = LocalStore(root).catalog.manifest("step-1").version
@@ -496,10 +522,10 @@ def test_a_first_save_continues_a_run_of_which_nothing_is_whole(root: Path, memo
         assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
 
 
-def test_a_first_save_after_a_look_that_failed_says_what_it_does(
+def test_a_first_save_after_a_failed_look_up_warns(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No node has anything, and the bucket does not answer: that is no proof that there is nothing."""
+    """The bucket does not answer, and no node has a checkpoint: the first save begins a new lineage and warns."""
 
     def find(reader: ReplicatedReader, checkpoint_id: str) -> None:
         raise StoreUnavailable("bucket", "look for", checkpoint_id, "no answer")
@@ -514,12 +540,12 @@ def test_a_first_save_after_a_look_that_failed_says_what_it_does(
     assert steps_in(root) == {1, 2}
 
 
-def test_what_another_run_left_is_no_room_for_this_one(
+def test_memory_of_another_runs_checkpoints_is_not_available(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention does not remove it, so a save that counts on its memory would fill the node's."""
+    """Memory of another run's checkpoints does not count as available, as retention does not remove them."""
     room = 1 << 40
-    # What this machine has changes with what else it does.
+    # The machine's available memory changes with its load.
     monkeypatch.setattr(memory_root, "measure_memory", lambda _: room)
     large = {"w": torch.zeros(8 << 20, dtype=torch.uint8)}
     with opened(root, memory, disk_every=100) as manager:
@@ -535,9 +561,11 @@ def test_what_another_run_left_is_no_room_for_this_one(
 def test_without_memory_for_a_copy_the_save_is_made_at_once(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In both tiers, before `async_save` returns, with a warning; what changes afterwards is not saved."""
+    """Without memory for a copy, `async_save` saves to both tiers before it returns, and warns. Later changes of the
+    state are not saved.
+    """
     drop_idle_segments()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 60))  # so each rank's share of the memory is nothing
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 60))  # so that each rank's share of the memory is 0
     changing = state(1)
     with opened(root, memory, disk_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
         manager.async_save(1, changing)
@@ -550,20 +578,19 @@ def test_without_memory_for_a_copy_the_save_is_made_at_once(
 
 
 @pytest.mark.parametrize("wrong", ["relative", 1, "/proc/tier", ""])
-def test_what_is_no_place_in_memory_is_refused(tmp_path: Path, wrong: object) -> None:
-    """Before anything is written."""
+def test_a_directory_outside_memory_is_refused(tmp_path: Path, wrong: object) -> None:
+    """A directory that is not in memory, or no absolute path, raises ConfigInvalid."""
     with pytest.raises(ConfigInvalid, match="memory"):
         find_memory_root(tmp_path, wrong)
 
 
-def test_the_root_itself_is_no_tier(tmp_path: Path) -> None:
-    """One store cannot be both."""
+def test_the_root_itself_is_refused_as_a_tier(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="memory and root are the same directory"):
         find_memory_root(tmp_path, tmp_path)
 
 
 def test_the_tier_of_another_root_is_refused(tmp_path: Path, memory: Path) -> None:
-    """Two jobs with one directory would load what the other one has saved. It is free once the other root is gone."""
+    """A directory that is another root's memory tier is refused. It is accepted again when that root has been moved."""
     with opened(tmp_path / "a", memory) as manager:
         manager.save(1, state(1.0))
     with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}\\. ") as caught:
@@ -578,7 +605,9 @@ def test_the_tier_of_another_root_is_refused(tmp_path: Path, memory: Path) -> No
 
 
 def test_a_tier_that_another_root_has_taken_since_is_refused_at_the_first_save(tmp_path: Path, memory: Path) -> None:
-    """Both jobs began before either saved: the one loaded what the other had saved, and removed what the one had."""
+    """Two managers start with one tier before either saves: the second one's first save is refused, and the first one's
+    checkpoint stays.
+    """
     with opened(tmp_path / "a", memory) as first, opened(tmp_path / "b", memory) as second:
         first.save(1, state(1.0))
         with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}\\. "):
@@ -590,24 +619,22 @@ def test_a_tier_that_another_root_has_taken_since_is_refused_at_the_first_save(t
 
 
 def test_each_store_and_user_has_a_tier_of_its_own(tmp_path: Path) -> None:
-    """The same one each time; another root has another."""
+    """memory=True gives each root and user a tier of its own, and the same one each time."""
     one, again, other = (find_memory_root(root, True) for root in (tmp_path, tmp_path, tmp_path / "other"))
     assert one == again != other
     assert one.parent == SHARED_MEMORY / f"replicated_ckpt-{os.geteuid()}"
 
 
-def test_names_on_this_host_may_be_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The root's, and those of all mounts, which were read as UTF-8: one in Latin-1 made the tier end in its error."""
+def test_paths_on_this_host_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root's path and the mount table may contain bytes that are not UTF-8."""
     mounts = b"1 1 0:99 / /m\xfcnchen rw - ext4 /dev/sda rw\n2 1 0:98 / /a\xe2\x80\xa8b rw - ext4 /dev/sdb rw\n"
     (tmp_path / "mounts").write_bytes(mounts + Path("/proc/self/mountinfo").read_bytes())
     monkeypatch.setattr(place, "_MOUNTS", tmp_path / "mounts")
     assert find_memory_root(tmp_path / os.fsdecode(b"m\xfcnchen"), True).parent.parent == SHARED_MEMORY
 
 
-def test_the_usual_place_is_believed_whatever_the_umask(
-    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What others can write is not: so the directory above the tier is made so that they cannot."""
+def test_the_default_tier_works_with_any_umask(root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default tier works with umask 0: its directory is created without write permission for others."""
     memory.mkdir()
     monkeypatch.setattr(place, "SHARED_MEMORY", memory)
     usual = os.umask(0)
@@ -621,14 +648,13 @@ def test_the_usual_place_is_believed_whatever_the_umask(
     assert steps_in(tier) == {1}
 
 
-def test_a_place_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
-    """Another user's directory, say: the error is ours, and says which."""
+def test_a_memory_directory_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="cannot be read"):
         find_memory_root(tmp_path, SHARED_MEMORY / ("x" * 300))
 
 
-def test_true_is_a_place_in_shared_memory(root: Path) -> None:
-    """Made for this user alone, and found again by the next process."""
+def test_true_creates_a_tier_in_shared_memory(root: Path) -> None:
+    """memory=True creates a tier in shared memory for this user alone."""
     tier = find_memory_root(root, True)
     try:
         with CheckpointManager(root, memory=True, copies=1, preempt_on=()) as manager:
@@ -640,12 +666,14 @@ def test_true_is_a_place_in_shared_memory(root: Path) -> None:
         shutil.rmtree(tier)
 
 
-def test_what_the_tier_has_already_is_room_for_it(memory: Path) -> None:
-    """A restarted job is not refused because of its own earlier checkpoints."""
+def test_memory_that_the_tier_uses_is_available_to_it(memory: Path) -> None:
+    """Memory that the tier already uses counts as available to it: a restarted job is not refused. Hard links count
+    once.
+    """
     memory.mkdir(parents=True)
     size = 8 << 20
     (memory / "file").write_bytes(bytes(size))
-    os.link(memory / "file", memory / "link")  # as of a recycled file: it takes its memory once
+    os.link(memory / "file", memory / "link")  # as of a recycled file, whose memory counts once
     assert size <= place.measure_used(memory) < 2 * size
     assert measure_memory(memory) >= size
 
@@ -663,7 +691,7 @@ def unlimited(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def test_memory_without_a_limit_of_its_own_is_not_full(root: Path, unlimited: Path) -> None:
-    """Such a file system says zeros of its size; what the machine has is the limit."""
+    """A tmpfs or ramfs without a size limit reports zeros: the machine's memory is the limit."""
     with opened(root, unlimited / "tier", disk_every=100) as manager:
         manager.save(1, state(1))
     assert main(["verify", "--root", str(unlimited / "tier"), "step-1"]) == ExitCode.OK
@@ -673,7 +701,7 @@ def test_memory_without_a_limit_of_its_own_is_not_full(root: Path, unlimited: Pa
 def test_a_relative_root_in_a_working_directory_that_is_gone_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is without a memory tier, whose path follows from the root's."""
+    """The working directory was removed: a relative root raises ConfigInvalid, as without a memory tier."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

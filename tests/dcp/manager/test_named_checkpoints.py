@@ -1,4 +1,4 @@
-"""What the integrations share, without a framework: checkpoints under names of others, and a value of each rank."""
+"""What the framework integrations share: checkpoints under a framework's names, a value per rank, and files of hooks."""
 
 import io
 import re
@@ -26,7 +26,7 @@ def opened(root: Path, **options: Any) -> NamedCheckpoints:
 
 
 def test_names_are_found_loaded_and_removed(root: Path) -> None:
-    """A framework's names, with all that is in them; the newest by "latest"; a removed one is not found again."""
+    """Checkpoints with a framework's names are saved, found, loaded and deleted. "latest" is the newest of them."""
     checkpoints = opened(root)
     assert checkpoints.find("latest") is None
     for name, value in (("logs,epoch=0-step=2.ckpt", 2.0), ("logs,epoch=0-step=4.ckpt", 4.0)):
@@ -42,7 +42,7 @@ def test_names_are_found_loaded_and_removed(root: Path) -> None:
 
 
 def test_the_best_one_is_kept_by_its_metric(root: Path) -> None:
-    """Retention knows the metric that a framework passes with a checkpoint."""
+    """Retention keeps the best checkpoint by the metric that the framework passes."""
     checkpoints = opened(root, retention=Retention(keep_last=1, keep_best="eval_loss"))
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
         checkpoints.save(f"checkpoint-{step}", {"x": torch.zeros(1)}, notes={"metrics": {"eval_loss": loss}})
@@ -50,8 +50,8 @@ def test_the_best_one_is_kept_by_its_metric(root: Path) -> None:
     wait_for(lambda: sorted(path.parent.name for path in root.glob("*/.metadata")) == kept, 20, "the last and the best")
 
 
-def test_a_ranks_value_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Files, numbers and tensors in any tree, without the same tree being there before."""
+def test_a_ranks_value_is_restored(tmp_path: Path) -> None:
+    """A rank's value of bytes, numbers and tensors in any tree loads without a template of that tree."""
     checkpoints = opened(tmp_path)
     checkpoints.save("a", entries_of({"files": {"x.pt": b"\x00\xff"}, "deep": [{"t": torch.arange(3)}, (1, None)]}))
     state = wanted_entries()
@@ -64,8 +64,12 @@ def test_a_ranks_value_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [(), ("random",), ("app", 0, "random")])
-def test_another_world_gets_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[Any, ...]) -> None:
-    """One rank loads what two saved, at any level of the state: there is none of its own, and rank 0's is there."""
+def test_another_world_gets_the_value_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[Any, ...]
+) -> None:
+    """One rank loads what two saved, at any level of the state: the rank gets no value of its own, and gets rank 0's
+    value.
+    """
 
     def placed(entries: dict[str, Any]) -> Any:
         value: Any = entries
@@ -79,13 +83,13 @@ def test_another_world_gets_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             patch.setattr(module, "rank_and_world", lambda: (0, 2))
         checkpoints.save("a", placed(entries_of({"rank": 0})))
     wanted = wanted_entries()
-    for _ in range(2):  # into the same state dict again, as after a memory tier that could not be read
+    for _ in range(2):  # again into the same state dict, as after a memory tier that could not be read
         checkpoints.load("a", placed(wanted))
         assert values_in(wanted, trust_pickles=False) == (None, {"rank": 0})
 
 
-def test_a_name_like_a_ranks_is_still_asked_for(tmp_path: Path) -> None:
-    """Another value under such a name, a tensor say, is not left out without an error."""
+def test_a_missing_tensor_named_like_a_ranks_item_is_an_error(tmp_path: Path) -> None:
+    """An ordinary tensor whose name looks like a rank's item still raises an error if it is missing."""
     checkpoints = opened(tmp_path)
     checkpoints.save("a", {"mine": {"rank-0-of-2": torch.ones(1)}})
     with pytest.raises(CheckpointException, match=r"mine\.rank-0-of-1"):
@@ -93,11 +97,11 @@ def test_a_name_like_a_ranks_is_still_asked_for(tmp_path: Path) -> None:
 
 
 class Strange:
-    """A class that nothing allows."""
+    """A class that nobody has allowed."""
 
 
 def test_a_strange_class_runs_nothing_unless_trusted(tmp_path: Path) -> None:
-    """The save warns of it, the load refuses it, and says which it is; on request it is loaded."""
+    """A value of an unknown class: the save warns and the load raises ObjectUnsafe. With `trust_pickles` it loads."""
     checkpoints = opened(tmp_path)
     with pytest.warns(UserWarning, match="Strange"):
         checkpoints.save("a", entries_of({"x": Strange()}))
@@ -108,8 +112,7 @@ def test_a_strange_class_runs_nothing_unless_trusted(tmp_path: Path) -> None:
     assert type(values_in(state, trust_pickles=True)[0]["x"]).__name__ == "Strange"
 
 
-def test_files_of_hooks_are_kept_with_those_below(tmp_path: Path) -> None:
-    """What lies in directories of its own comes back there."""
+def test_files_of_hooks_are_restored_with_subdirectories(tmp_path: Path) -> None:
     (tmp_path / "a" / "unet" / "deep").mkdir(parents=True)
     (tmp_path / "a" / "rng.bin").write_bytes(b"1")
     (tmp_path / "a" / "unet" / "deep" / "w.bin").write_bytes(b"2")
@@ -120,7 +123,7 @@ def test_files_of_hooks_are_kept_with_those_below(tmp_path: Path) -> None:
 
 
 def torch_file(pickled: bytes) -> bytes:
-    """A container as `torch.save` makes it, around any pickle."""
+    """A container as `torch.save` writes it, with this pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as container:
         container.writestr("archive/data.pkl", pickled)
@@ -129,15 +132,17 @@ def torch_file(pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
-TAKES_AGES = b"\x80\x02}" + b")" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60)) + b"K\x01s."
+TAKES_YEARS = b"\x80\x02}" + b")" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60)) + b"K\x01s."
 RUNS_CODE = b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."
 
 
 @pytest.mark.parametrize(
-    "raw", [torch_file(TAKES_AGES), torch_file(RUNS_CODE), RUNS_CODE], ids=["ages", "code", "bare"]
+    "raw", [torch_file(TAKES_YEARS), torch_file(RUNS_CODE), RUNS_CODE], ids=["years", "code", "bare"]
 )
 def test_a_framework_gets_no_file_that_torchs_unpickler_hangs_on(tmp_path: Path, raw: bytes) -> None:
-    """It reads what this process has read, within bounds, and saved again; else nothing of the checkpoint is put there."""
+    """Torch files for the framework are checked and rewritten first. A hostile one raises ObjectUnsafe, and no file is
+    written.
+    """
     with pytest.raises(ObjectUnsafe, match=r"scheduler\.pt"):
         put_files(tmp_path / "b", {"state.json": b"{}", "scheduler.pt": raw})
     assert list(tmp_path.iterdir()) == []
@@ -148,8 +153,8 @@ def test_a_framework_gets_no_file_that_torchs_unpickler_hangs_on(tmp_path: Path,
 
 
 @pytest.mark.parametrize("path", ["../x", "sub/../../x", "/{root}/x", ""])
-def test_a_checkpoint_puts_no_file_elsewhere(tmp_path: Path, path: str) -> None:
-    """A path that leads out of the directory is refused, and nothing is written."""
+def test_a_file_path_outside_the_directory_is_refused(tmp_path: Path, path: str) -> None:
+    """A file path that leaves the directory raises ManifestInvalid, and nothing is written."""
     path = path.format(root=tmp_path)
     with pytest.raises(ManifestInvalid, match="outside"):
         put_files(tmp_path / "b", {"good": b"1", path: b"2"})

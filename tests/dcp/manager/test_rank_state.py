@@ -1,4 +1,4 @@
-"""RankState and ReplayedLoader: what a rank has for itself comes back bit for bit, or the rule for other worlds speaks."""
+"""RankState and ReplayedLoader: a rank's own state is restored bit for bit, or `on_other_world` decides."""
 
 import random
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ from replicated_ckpt.dcp.rank_state import rank_state
 
 
 def draw() -> tuple[float, float, float]:
-    """A number of each generator."""
+    """A number from each generator."""
     return random.random(), float(np.random.rand()), float(torch.rand(1))
 
 
 class Counter:
-    """A position in the data, with a state that is no plain value but of numpy's."""
+    """A position in the data, whose state contains a numpy integer."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -47,7 +47,9 @@ class Counter:
 
 
 def test_a_manager_restores_generators_and_parts(tmp_path: Path) -> None:
-    """Python, numpy and torch draw after `restore` what they drew after `save`, and a part stands where it stood."""
+    """After `restore`, the generators of Python, numpy and torch draw the same numbers as after `save`. A part has its
+    saved position.
+    """
     with CheckpointManager(tmp_path, copies=1) as manager:
         manager.save(1, {"rank": RankState(data=Counter(7))})
         drawn = draw()
@@ -57,8 +59,8 @@ def test_a_manager_restores_generators_and_parts(tmp_path: Path) -> None:
     assert counter.at == 7
 
 
-def test_plain_dcp_restores_them_too(tmp_path: Path) -> None:
-    """`dcp.save` and `dcp.load` need no planner where the world is the same."""
+def test_plain_dcp_restores_generators(tmp_path: Path) -> None:
+    """`dcp.save` and `dcp.load` restore the generators without a special planner, if the world size is the same."""
     dcp.save({"rank": RankState()}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     drawn = draw()
     dcp.load({"rank": RankState()}, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
@@ -75,7 +77,7 @@ def saved_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_another_world_is_refused_with_both_numbers(saved_by_two: Path) -> None:
-    """One rank loads what two saved: a typed error says both numbers, and the rest is loaded."""
+    """One rank loads what two saved: WorldSizeChanged contains both world sizes, and the rest is loaded."""
     state: dict[str, Any] = {"rank": RankState(), "x": torch.zeros(2)}
     with (
         CheckpointManager(saved_by_two, copies=1) as manager,
@@ -87,7 +89,7 @@ def test_another_world_is_refused_with_both_numbers(saved_by_two: Path) -> None:
 
 
 def test_another_world_keeps_its_own_with_one_warning(saved_by_two: Path) -> None:
-    """With "keep" the generators go on as they are, and one warning says so."""
+    """With "keep" the generators keep their state, with one warning."""
     torch.manual_seed(3)
     drawn = draw()[2]
     torch.manual_seed(3)
@@ -100,7 +102,7 @@ def test_another_world_keeps_its_own_with_one_warning(saved_by_two: Path) -> Non
 
 
 def test_plain_dcp_names_the_item_of_another_world(saved_by_two: Path) -> None:
-    """DCP's own planner says which item is missing; with ours the rule speaks."""
+    """DCP's planner names the missing item. RankStatePlanner raises WorldSizeChanged."""
     reader = ReplicatedReader(saved_by_two)
     with pytest.raises(CheckpointException, match="rank-0-of-1"):
         dcp.load({"rank": RankState()}, checkpoint_id="step-1", storage_reader=reader)
@@ -109,13 +111,12 @@ def test_plain_dcp_names_the_item_of_another_world(saved_by_two: Path) -> None:
 
 
 def test_a_missing_entry_that_is_no_rank_item_is_still_an_error(saved_by_two: Path) -> None:
-    """The planner forgives nothing else."""
     with CheckpointManager(saved_by_two, copies=1) as manager, pytest.raises(CheckpointException, match="other"):
         manager.restore({"other": torch.zeros(2), "x": torch.zeros(2)})
 
 
 def test_other_parts_are_refused(tmp_path: Path) -> None:
-    """A part that was not saved, or that nobody takes, is no silent loss."""
+    """A saved part that no RankState takes, a plain DataLoader, and an unknown `on_other_world` raise ConfigInvalid."""
     with CheckpointManager(tmp_path, copies=1) as manager:
         manager.save(1, {"rank": RankState(data=Counter(7))})
         with pytest.raises(ConfigInvalid, match="has data of this rank"):
@@ -127,7 +128,7 @@ def test_other_parts_are_refused(tmp_path: Path) -> None:
 
 
 class Noisy(Dataset[float]):
-    """Samples that draw random numbers as they are read, as augmentations do."""
+    """A data set whose samples contain random numbers, as augmentations do."""
 
     def __len__(self) -> int:
         return 12
@@ -137,14 +138,14 @@ class Noisy(Dataset[float]):
 
 
 class Stream(IterableDataset[int]):
-    """Without a length."""
+    """A data set without a length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(12).tolist())
 
 
 class SetsEpoch:
-    """A loader as Lightning's Fabric wraps it: at each iteration it sets its sampler's epoch to a count of its own."""
+    """A loader as Lightning's Fabric wraps it: each iteration sets the sampler's epoch to the wrapper's own count."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         vars(self).update(vars(loader))
@@ -184,7 +185,7 @@ KINDS += ["persistent", "own persistent", "fabric persistent"]
 
 
 def read(loader: Any, count: int) -> Iterator[Any]:
-    """So many batches over as many epochs as it takes, with what each step draws, as dropout does."""
+    """Yields `count` batches, over several epochs if needed, each with random draws such as dropout makes."""
     while True:
         for batch in loader:
             yield batch.tolist(), draw()
@@ -196,9 +197,11 @@ def read(loader: Any, count: int) -> Iterator[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [2, 6, 7])
 def test_a_loader_goes_on_in_the_middle(tmp_path: Path, kind: str, at: int) -> None:
-    """After a restore batches and draws are those of the undisturbed run: in an epoch, at its end, in the second one."""
+    """After a restore within an epoch, at its end, or in the second one, batches and draws equal those of an
+    uninterrupted run.
+    """
     if kind == "distributed" and at > 3:
-        at = 2  # it has three batches
+        at = 2  # each rank has three batches
     total = at + (1 if kind == "distributed" else 4)
     torch.manual_seed(1)
     random.seed(1)
@@ -217,7 +220,7 @@ def test_a_loader_goes_on_in_the_middle(tmp_path: Path, kind: str, at: int) -> N
 
 
 def test_a_loader_goes_on_before_its_first_batch(tmp_path: Path) -> None:
-    """What is saved between `iter` and the first batch goes on with that batch."""
+    """A save between `iter` and the first batch: after a restore the loader yields that batch first."""
     loader, again = ReplayedLoader(loaders("shuffled")), ReplayedLoader(loaders("shuffled"))
     with CheckpointManager(tmp_path, copies=1) as manager:
         reading = iter(loader)
@@ -228,7 +231,9 @@ def test_a_loader_goes_on_before_its_first_batch(tmp_path: Path) -> None:
 
 
 class OwnState:
-    """A loader that says itself where it stands, as torchdata's: at an epoch's end, on what is left of it, or the next."""
+    """A loader with its own `state_dict`, as torchdata's. With `yields_next` a loader resumed at an epoch's end yields
+    the next epoch, otherwise an empty one.
+    """
 
     def __init__(self, *, yields_next: bool) -> None:
         self.at, self.is_resumed, self.yields_next = 0, False, yields_next
@@ -254,7 +259,9 @@ class OwnState:
 @pytest.mark.parametrize("yields_next", [False, True])
 @pytest.mark.parametrize(("at", "left"), [(0, [1, 2, 3]), (2, [3]), (3, [1, 2, 3])])
 def test_a_loader_with_a_state_of_its_own_goes_on(at: int, left: list[int], *, yields_next: bool) -> None:
-    """By that; once all of an epoch was yielded the next iteration is a new one, and none is empty."""
+    """A loader with its own state continues from there. At an epoch's end the next iteration is a full epoch, never an
+    empty one.
+    """
     loader = ReplayedLoader(OwnState(yields_next=yields_next))
     list(zip(range(at), loader, strict=False))
     again = ReplayedLoader(OwnState(yields_next=yields_next))
@@ -264,7 +271,9 @@ def test_a_loader_with_a_state_of_its_own_goes_on(at: int, left: list[int], *, y
 
 @pytest.mark.parametrize("at", [4, 6])
 def test_a_program_that_counts_epochs_goes_on_in_the_right_one(tmp_path: Path, at: int) -> None:
-    """Saved with an epoch's last batch, the next one is of the next epoch: its sampler is to be told that number."""
+    """A program saves after an epoch's last batch and counts epochs itself: `is_epoch_over` makes it resume in the next
+    epoch.
+    """
 
     def run(root: Path, until: int) -> list[list[int]]:
         data = TensorDataset(torch.arange(12))
@@ -283,14 +292,14 @@ def test_a_program_that_counts_epochs_goes_on_in_the_right_one(tmp_path: Path, a
                     if step == until:
                         manager.save(step, state)
                         return seen
-        raise AssertionError("there is always a next epoch")
+        raise AssertionError("count() never ends")
 
     whole = run(tmp_path / "undisturbed", 9)
     assert run(tmp_path / "other", at) + run(tmp_path / "other", 9) == whole
 
 
 def test_another_epoch_than_the_saved_one_is_warned_of() -> None:
-    """The sampler was told no epoch after the load, or a wrapper sets it: other samples come, which was silent."""
+    """The sampler has another epoch than when the loader was saved: one warning names both epochs."""
 
     def loader() -> Any:
         return ReplayedLoader(DataLoader(range(12), sampler=DistributedSampler(range(12), 1, 0)))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rejected steps, and steps that are restored again and again: a bucket, a memory tier, the command line."""
+"""Rejected steps, and steps restored too often: on the node, in a bucket, in a memory tier, and by command."""
 
 import json
 import shutil
@@ -38,7 +38,9 @@ def saved(root: Path, *steps: int) -> None:
 
 
 def test_a_rejected_step_is_loaded_only_by_its_number(root: Path) -> None:
-    """ "latest" and the best skip it, alone or all; by number it loads with a warning; saved again it is good."""
+    """ "latest" and `best_step` skip a rejected step. By number it loads with a warning. A new save of the step ends the
+    rejection.
+    """
     saved(root, 1, 2, 3)
     with CheckpointManager(root, copies=1) as manager:
         assert manager.reject(3) == ()
@@ -61,7 +63,9 @@ def test_a_rejected_step_is_loaded_only_by_its_number(root: Path) -> None:
 
 
 def test_a_rejected_step_is_marked_in_the_bucket(root: Path, tmp_path: Path) -> None:
-    """Before its upload has ended or after; blank nodes skip it, stock torch reads it, and its end removes the mark."""
+    """A rejection is recorded in the bucket, before or after the upload ends. A blank node skips the step, and stock
+    torch reads it. Undo and `delete` remove the mark.
+    """
     bucket = tmp_path / "bucket" / "run"
     blank = tmp_path / "blank"
     with CheckpointManager(root, copies=1, object_store=f"file://{bucket}") as manager:
@@ -83,8 +87,10 @@ def test_a_rejected_step_is_marked_in_the_bucket(root: Path, tmp_path: Path) -> 
     stop_agent(blank)
 
 
-def test_max_tries_counts_loads_of_the_newest_alone(root: Path) -> None:
-    """Neither those by number nor looks and exports; if each step was restored so often, the newest is loaded again."""
+def test_max_tries_counts_only_loads_of_the_newest(root: Path) -> None:
+    """`max_tries` counts restores without a step number, not those by number, look-ups or exports. Once all steps are
+    used up, the newest loads again.
+    """
     saved(root, 1, 2)
     with CheckpointManager(root, copies=1) as manager:
         for _ in range(3):
@@ -103,7 +109,7 @@ def test_max_tries_counts_loads_of_the_newest_alone(root: Path) -> None:
 
 
 def test_restores_are_counted_without_an_agent(root: Path) -> None:
-    """A job on one process loads before any agent runs; the warning is a reader's, too."""
+    """Restores are counted without an agent, and a plain reader warns from the third one on."""
     dcp.save(state(1), checkpoint_id="a", storage_writer=ReplicatedWriter(root, copies=1), no_dist=True)
     stop_agent(root)
     for number in range(1, 4):
@@ -123,7 +129,7 @@ def memory() -> Iterator[Path]:
 
 
 def test_a_step_is_rejected_in_both_tiers(root: Path, memory: Path) -> None:
-    """Of the copies in memory and on the disk neither is the newest any more."""
+    """A rejection applies to the copies in memory and on the disk."""
     with CheckpointManager(root, memory=memory, disk_every=1, copies=1) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
@@ -140,10 +146,12 @@ def test_a_step_is_rejected_in_both_tiers(root: Path, memory: Path) -> None:
             manager.restore(state(0), max_tries=3)
 
 
-def test_the_command_marks_and_the_others_show_it(
+def test_the_command_rejects_and_the_others_show_the_rejection(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ls`, `show` and `status` name it, `show latest` skips it, and --undo ends it; a bucket alone is marked, too."""
+    """`reject` marks a step on the node and in the bucket. `ls`, `show` and `status` report it, `show latest` skips it,
+    and --undo ends it.
+    """
     bucket = f"file://{tmp_path}/bucket/run"
     with CheckpointManager(root, copies=1, object_store=bucket) as manager:
         for step in (1, 2):

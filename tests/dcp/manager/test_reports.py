@@ -1,4 +1,4 @@
-"""Reports: one line per save and load, a table, JSON, and the user's own functions."""
+"""Reports of saves and loads: a log line, a table, JSON, and the user's callbacks."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def load(reader: ReplicatedReader) -> None:
 
 
 def test_a_save_and_a_load_are_one_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At INFO: what, where to or from, how much, how fast, and what the slowest rank waited for."""
+    """A save and a load each log one INFO line with the id, the copies or sources, bytes, rate and the slowest rank."""
     with caplog.at_level(logging.INFO, LOGGER):
         save(ReplicatedWriter(tmp_path))
         load(ReplicatedReader(tmp_path))
@@ -50,8 +50,8 @@ def test_a_save_and_a_load_are_one_line_each(tmp_path: Path, caplog: pytest.LogC
     assert "\n" not in saved + loaded
 
 
-def test_what_an_agent_has_written_and_no_rank_has_learned_is_left_out(tmp_path: Path) -> None:
-    """No "0 copies, 0 B" of a save that was acknowledged as staged: the line has nodes and times alone."""
+def test_unknown_counts_are_left_out_of_the_line(tmp_path: Path) -> None:
+    """A save that was acknowledged as staged has no counts of copies and bytes: the log line omits them."""
     writer = ReplicatedWriter(tmp_path)
     save(writer)
     assert writer.last_save is not None
@@ -60,14 +60,14 @@ def test_what_an_agent_has_written_and_no_rank_has_learned_is_left_out(tmp_path:
 
 
 def test_the_phases_of_a_save_are_measured(tmp_path: Path) -> None:
-    """Each one has its time, none is longer than the save, and they are in the table and in JSON."""
+    """Each phase has a time within the save's duration. The table and the JSON contain all phases."""
     writer = ReplicatedWriter(tmp_path)
     save(writer)
     report = writer.last_save
     assert report is not None
     assert set(report.phases) == set(PHASES)
     assert all(0 <= spent <= report.seconds for spent in report.phases.values())
-    assert report.phases["send"] < 0.01, "there is no buddy"
+    assert report.phases["send"] < 0.01, "the node has no buddy"
     assert min(report.phases[name] for name in ("plan", "serialise", "write", "fsync", "commit")) > 0
     header, line = report.table().splitlines()
     assert header.split() == ["rank", "host", "bytes", "copies", *PHASES, "seconds"]
@@ -79,7 +79,7 @@ def test_the_phases_of_a_save_are_measured(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_load_is_a_table_and_json(tmp_path: Path) -> None:
-    """Where the bytes came from, by rank."""
+    """The report of a load gives the sources of the bytes by rank, as a table and as JSON."""
     save(ReplicatedWriter(tmp_path))
     reader = ReplicatedReader(tmp_path)
     load(reader)
@@ -92,8 +92,8 @@ def test_the_report_of_a_load_is_a_table_and_json(tmp_path: Path) -> None:
     assert LoadReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report.ranks[0]
 
 
-def test_the_functions_are_called_after_commit_and_load(tmp_path: Path) -> None:
-    """Once each, with the report; the checkpoint is there by then."""
+def test_the_callbacks_are_called_after_commit_and_load(tmp_path: Path) -> None:
+    """`on_save` is called once after the commit, and `on_load` once after the load, with the report."""
     seen: list[Any] = []
 
     def on_save(report: SaveReport) -> None:
@@ -108,23 +108,22 @@ def test_the_functions_are_called_after_commit_and_load(tmp_path: Path) -> None:
     assert seen[1:] == [reader.last_load]
 
 
-def test_a_save_that_fails_calls_nobody(tmp_path: Path) -> None:
-    """What was not committed is not reported as saved."""
+def test_a_save_that_fails_calls_no_callback(tmp_path: Path) -> None:
     seen: list[SaveReport] = []
     writer = ReplicatedWriter(tmp_path, overwrite=False, on_save=seen.append)
     save(writer)
     with pytest.raises(CheckpointException):
-        save(writer)  # it exists
+        save(writer)  # the id is taken
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("mine"), AssertionError("mine"), CheckpointException("a load of mine", {})]
 )
-def test_what_a_function_raises_is_logged_and_no_more(
+def test_an_error_of_a_callback_is_only_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
-    """A broken tracker does not cost a checkpoint."""
+    """An error of a callback is logged, and does not fail the save or load."""
 
     def broken(_: object) -> None:
         raise error
@@ -136,8 +135,8 @@ def test_what_a_function_raises_is_logged_and_no_more(
     assert all("is not affected" in one.getMessage() for one in logged)
 
 
-def test_a_manager_hands_the_functions_on(tmp_path: Path) -> None:
-    """Of saves in the background, too."""
+def test_a_manager_passes_its_callbacks_on(tmp_path: Path) -> None:
+    """A manager's callbacks are called for its saves, background saves and loads."""
     seen: list[Any] = []
     with CheckpointManager(tmp_path, on_save=seen.append, on_load=seen.append) as manager:
         manager.save(1, STATE)
@@ -151,8 +150,8 @@ def test_a_manager_hands_the_functions_on(tmp_path: Path) -> None:
     ]
 
 
-def test_a_function_goes_with_its_writer_to_another_process(tmp_path: Path) -> None:
-    """As dcp.async_save does it."""
+def test_a_pickled_writer_keeps_its_callback(tmp_path: Path) -> None:
+    """A pickled writer keeps its `on_save`, as for an asynchronous save in another process."""
     writer = pickle.loads(pickle.dumps(ReplicatedWriter(tmp_path, on_save=print)))
     assert writer._on_save is print
 
@@ -161,17 +160,17 @@ def test_a_function_goes_with_its_writer_to_another_process(tmp_path: Path) -> N
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1250, "1.25 kB"), (8_388_608, "8.39 MB"), (5e12, "5 TB"), (1.5e15, "1.5 PB")],
 )
-def test_sizes_are_said_in_three_digits(count: float, text: str) -> None:
-    """In the largest unit that leaves a number from 1."""
+def test_sizes_have_three_digits(count: float, text: str) -> None:
+    """`describe_bytes` uses the largest unit in which the number is at least 1, with three digits."""
     assert describe_bytes(count) == text
 
 
 def test_columns_are_aligned() -> None:
-    """The first to the left, numbers to the right."""
+    """The first column is aligned left, the others right."""
     assert align([["rank", "s"], ["10", "1.5"]]) == "rank    s\n10    1.5"
 
 
 def test_a_report_without_phases_is_still_a_line() -> None:
-    """As code that makes one itself has it."""
+    """A report that a program creates without phases can be printed."""
     assert "saved a (save b)" in str(SaveReport("a", "b", (), 0, 0, 2, 2, 0.0))
     assert "loaded a (save b)" in str(LoadReport("a", "b", 0, 0, 0, 0, 0.0, ()))

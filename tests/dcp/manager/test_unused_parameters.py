@@ -1,4 +1,4 @@
-"""Parameters that had no optimizer state when a checkpoint was saved, as no gradient had come to them."""
+"""Parameters without optimizer state in the checkpoint, as they had no gradient before the save."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def opened(root: Path, **options: Any) -> CheckpointManager:
 
 
 def trained() -> Trained:
-    """The head `used` has made three steps."""
+    """A job whose head `used` has made three steps."""
     made = Trained("alone", seed=1)
     for _ in range(3):
         made.train("used")
@@ -32,15 +32,17 @@ def trained() -> Trained:
 
 
 def train_on(one: Trained) -> None:
-    """A gradient comes to the unused head, later to the frozen one."""
+    """Trains the unused head, too, and later the frozen one."""
     one.train("used", "unused")
     one.model.requires_grad_()
     for _ in range(2):
         one.train("used", "unused", "frozen")
 
 
-def test_training_goes_on_as_without_the_restart(root: Path) -> None:
-    """Once gradients come, an unused and a frozen head are updated bit for bit as in the run that was not interrupted."""
+def test_training_continues_as_without_a_restart(root: Path) -> None:
+    """After a restore, an unused and a frozen head that get gradients are updated bit for bit as in an uninterrupted
+    run.
+    """
     saved, loaded = trained(), Trained("alone", seed=2)
     with opened(root) as manager:
         manager.save(1, {"app": saved})
@@ -49,7 +51,7 @@ def test_training_goes_on_as_without_the_restart(root: Path) -> None:
         for each in (saved, loaded):
             train_on(each)
         assert loaded.digests() == saved.digests()
-        manager.save(2, {"app": saved})  # it has that state now
+        manager.save(2, {"app": saved})  # now with the state of all heads
         again = Trained("alone", seed=3)
         again.model.requires_grad_()
         assert manager.restore({"app": again}) == 2
@@ -57,12 +59,12 @@ def test_training_goes_on_as_without_the_restart(root: Path) -> None:
     assert main(["verify", "--root", str(root)]) == ExitCode.OK
 
 
-def test_the_same_state_dict_takes_a_checkpoint_with_that_state(root: Path) -> None:
-    """A plain state dict asks for that state again in its next load: another checkpoint may have it."""
+def test_one_state_dict_loads_checkpoints_without_and_with_that_state(root: Path) -> None:
+    """A plain state dict loads a checkpoint without a parameter's state, then one with that state."""
     later = trained()
     train_on(later)
     state, expected = Trained("alone", seed=2), digests(later.state_dict())
-    train_on(state)  # so that it asks for all
+    train_on(state)  # so that its state dict has all keys
     plain = {"app": state.state_dict()}
     with opened(root) as manager:
         manager.save(1, {"app": trained().state_dict()})
@@ -74,7 +76,7 @@ def test_the_same_state_dict_takes_a_checkpoint_with_that_state(root: Path) -> N
 
 
 class Late(torch.optim.SGD):
-    """From its third step on it has more state: weights, their mean, a number, and a tensor larger than all else."""
+    """From its third step on it has more state: a tensor like the parameter, its mean, a number, and a larger tensor."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -90,7 +92,9 @@ class Late(torch.optim.SGD):
 
 
 def test_state_that_an_optimizer_makes_later_is_loaded(root: Path) -> None:
-    """A new optimizer does not ask for it, and gets it, but for a tensor larger than the parameter, with a warning."""
+    """State that a new optimizer does not have yet is loaded. A tensor larger than its parameter is not loaded, with a
+    warning.
+    """
     jobs = [Trained("alone", seed=seed) for seed in (1, 2)]
     for job in jobs:
         job.optimizer = Late(job.model.parameters(), lr=0.1, momentum=0.9)
@@ -106,7 +110,7 @@ def test_state_that_an_optimizer_makes_later_is_loaded(root: Path) -> None:
 
 
 def test_a_save_makes_no_step(root: Path) -> None:
-    """An optimizer of a framework that has made no step when it is saved has none afterwards, nor after a load."""
+    """Saving and loading an optimizer that has made no step leaves its state empty."""
     jobs = [Trained("alone", seed=seed) for seed in (1, 2)]
     checkpoints = NamedCheckpoints(root, {"copies": 1})
     checkpoints.save("a", {"optimizer": get_saved_state(jobs[0].model, jobs[0].optimizer)})
@@ -119,7 +123,7 @@ def test_a_save_makes_no_step(root: Path) -> None:
 
 
 def lacks_a_part(optimizer: dict[str, Any]) -> None:
-    """Its optimizer has gained a key, say."""
+    """The state to load has a key that the checkpoint lacks."""
     for state in optimizer["state"].values():
         state["gained"] = torch.zeros(1)
 
@@ -142,8 +146,10 @@ def has_another_parameter(optimizer: dict[str, Any]) -> None:
         (has_another_parameter, "optimizer in the checkpoint has no parameter added"),
     ],
 )
-def test_state_that_should_be_there_is_an_error(root: Path, change: Any, message: str) -> None:
-    """Only the whole state of a parameter that the saved optimizer had may be absent."""
+def test_a_missing_part_of_a_state_is_an_error(root: Path, change: Any, message: str) -> None:
+    """A missing key, another optimizer's state, or an unknown parameter fails the load. Only a parameter's whole state
+    may be absent.
+    """
     state = Trained("alone", seed=2).state_dict()
     change(state["optimizer"])
     with opened(root) as manager:
@@ -153,8 +159,8 @@ def test_state_that_should_be_there_is_an_error(root: Path, change: Any, message
 
 
 @pytest.mark.parametrize("key", ["model", "optimizer", "state"])
-def test_all_else_is_asked_for(root: Path, key: str) -> None:
-    """A weight that was added, an optimizer that was not saved, and a dictionary that is no optimizer, are errors."""
+def test_other_missing_entries_are_errors(root: Path, key: str) -> None:
+    """An added weight, an optimizer that was not saved, and a dictionary that is no optimizer's state fail the load."""
     saved, state = trained().state_dict(), Trained("alone", seed=2).state_dict()
     if key == "model":
         state["model"]["added"] = torch.zeros(1)
@@ -169,7 +175,9 @@ def test_all_else_is_asked_for(root: Path, key: str) -> None:
 
 
 def test_a_group_that_only_the_checkpoint_has_is_an_error(root: Path) -> None:
-    """A group that training added, and the resumed program did not: its rate and state were left out without a word."""
+    """The checkpoint has a parameter group that the program lacks: the load fails. After the program adds the group,
+    its learning rate is restored.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     one, two = (torch.optim.AdamW(model[0].parameters(), lr=rate) for rate in (0.1, 0.2))
     two.add_param_group({"params": model[1].parameters(), "lr": 0.3})

@@ -1,4 +1,6 @@
-"""The columns of a `.metadata` say what its pickle says, are not believed without their checksum, and none needs them."""
+"""The columns at the end of `.metadata` contain the same as its pickle, are used only with a valid checksum, and are
+optional.
+"""
 
 import copy
 import logging
@@ -41,7 +43,7 @@ def tensor(*chunks: tuple[list[int], list[int]], size: list[int]) -> TensorStora
 
 
 def metadata() -> Metadata:
-    """Regular tensors, of several dimensions and of none; and each kind of entry that no columns can say."""
+    """Regular tensors of several dimensions and of none, and one entry of each kind that columns cannot represent."""
     entries: dict[str, Any] = {
         "rows": tensor(([0, 0], [2, 3]), ([2, 0], [2, 3]), size=[4, 3]),
         "scalar": tensor(([], []), size=[]),
@@ -71,12 +73,14 @@ def encoded() -> bytes:
 
 
 def resealed(raw: bytes) -> bytes:
-    """With a checksum that matches, as only who chose the bytes would have it."""
+    """The same bytes with a matching checksum, as an attacker would compute it."""
     return raw[:8] + struct.pack("<I", crc32c(raw[16:])) + raw[12:]
 
 
-def test_columns_say_what_the_metadata_says() -> None:
-    """Every field, with the places as a dictionary has them: by any index, with and without its hint; and copied."""
+def test_columns_equal_the_metadata() -> None:
+    """Decoded columns equal the metadata in every field. `storage_data` accepts the same indexes as the dictionary,
+    with any hint, and copies are plain dictionaries.
+    """
     wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
     assert found.storage_data == wanted.storage_data
     assert len(found.storage_data) == len(wanted.storage_data)
@@ -92,8 +96,8 @@ def test_columns_say_what_the_metadata_says() -> None:
         assert copied == wanted
 
 
-def test_what_is_changed_stays_changed() -> None:
-    """A program that puts places in, or takes them out, finds what it would find in a dictionary."""
+def test_changes_of_decoded_places_are_kept() -> None:
+    """Adding and removing entries of decoded `storage_data` has the same result as with a dictionary."""
     wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
     taken, kept = list(wanted.storage_data)[:2]
     more = MetadataIndex("more", torch.Size([0]), 0)
@@ -107,8 +111,10 @@ def test_what_is_changed_stays_changed() -> None:
     assert pickle.loads(pickle.dumps(found)) == wanted
 
 
-def test_chunks_that_a_planner_changes_move_no_place() -> None:
-    """DCP's dictionary goes by offsets: sorted, added, emptied or moved chunks of the tensors change nothing in it."""
+def test_changed_chunks_do_not_change_the_places() -> None:
+    """`storage_data` looks up entries by offset: sorting, adding, removing or moving chunks of the tensors does not
+    change it.
+    """
     changes: dict[str, Callable[[list[ChunkStorageMetadata]], object]] = {
         "sorted": lambda chunks: chunks.sort(key=lambda chunk: tuple(chunk.offsets), reverse=True),
         "added": lambda chunks: chunks.append(chunks[0]),
@@ -123,8 +129,10 @@ def test_chunks_that_a_planner_changes_move_no_place() -> None:
         assert found.storage_data == wanted.storage_data
 
 
-def test_places_are_used_as_a_dictionary_is() -> None:
-    """Each of these is legal with stock's dictionary: put in anew while going through, changed in place, joined, copied."""
+def test_places_behave_like_a_dictionary() -> None:
+    """Assigning during iteration, changing values in place, merging, copying and popping work as with stock's
+    dictionary.
+    """
     one = MetadataIndex("last", torch.Size([0]), 0)
     more = {MetadataIndex("more", torch.Size([0])): StorageInfo("__9_0.distcp", 1, 2)}
     wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
@@ -143,8 +151,10 @@ def test_places_are_used_as_a_dictionary_is() -> None:
 
 
 @pytest.mark.parametrize("what", ["chunk", "info"])
-def test_what_a_planner_added_to_chunks_or_places_is_kept(what: str) -> None:
-    """Columns have no room for it, so that tensor is pickled."""
+def test_attributes_that_a_planner_adds_are_kept(what: str) -> None:
+    """A tensor whose chunk or storage info has an extra attribute is pickled, as columns cannot represent the
+    attribute.
+    """
     made = metadata()
     place = made.storage_data[MetadataIndex("last", torch.Size([0]))]
     entry = cast("TensorStorageMetadata", made.state_dict_metadata["last"])
@@ -159,16 +169,16 @@ def test_what_a_planner_added_to_chunks_or_places_is_kept(what: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1 << 63, 1 << 80])
-def test_what_is_no_number_of_64_bits_has_no_columns(length: int) -> None:
-    """Nor has what has no regular tensor at all."""
+def test_numbers_beyond_64_bits_have_no_columns(length: int) -> None:
+    """Metadata with a number beyond 64 bits, or without a regular tensor, has no columns."""
     wanted = metadata()
     wanted.storage_data[MetadataIndex("last", [0])] = StorageInfo("__0_0.distcp", 0, length)
     assert encode_columns(wanted, *OF) is None
     assert encode_columns(Metadata({"object": BytesStorageMetadata()}, {}, {}), *OF) is None
 
 
-def test_damaged_or_other_columns_are_not_believed() -> None:
-    """Each byte that counts, each length, and those of another pickle."""
+def test_damaged_or_other_columns_are_refused() -> None:
+    """A changed byte, a wrong length, and the columns of another pickle raise ColumnsInvalid."""
     raw = encoded()
     for at in [at for at in range(0, len(raw), 3) if not 12 <= at < 16]:
         with pytest.raises(ColumnsInvalid):
@@ -183,8 +193,10 @@ def test_damaged_or_other_columns_are_not_believed() -> None:
             decode_columns(raw, *other, "here")
 
 
-def test_chosen_columns_are_refused_or_say_something() -> None:
-    """Bytes that fit their checksum, with any number in any place: an error of ours, or metadata of shards."""
+def test_forged_columns_are_refused_or_decode_to_shards() -> None:
+    """Any number at any place of columns with a valid checksum raises an error of the package, or decodes to places
+    within shards.
+    """
     raw, chance, refused = encoded(), random.Random(17), 0
     for _ in range(1500):
         at = chance.randrange(2, len(raw) // 8) * 8
@@ -219,7 +231,7 @@ def assert_is(found: dict[str, Any], step: int) -> None:
 
 
 def test_a_large_metadata_is_read_by_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first load, and for what `dcp.save` returned: the pickle before them is for stock torch."""
+    """A load and the returned metadata use the columns only. Stock torch reads the pickle before them."""
     monkeypatch.setattr(saved_metadata, "COLUMNS_FROM_BYTES", 0)
     save(tmp_path, 1)
     found = save(tmp_path, 2)
@@ -236,7 +248,7 @@ def test_a_large_metadata_is_read_by_its_columns(tmp_path: Path, monkeypatch: py
 
 
 def test_a_small_metadata_has_no_columns(tmp_path: Path) -> None:
-    """It would take longer to look for them."""
+    """Small metadata has no columns, as reading them would take longer than the pickle."""
     save(tmp_path, 1)
     raw = (tmp_path / "step-1" / ".metadata").read_bytes()
     assert raw.endswith(b".")
@@ -244,10 +256,12 @@ def test_a_small_metadata_has_no_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offsets", [None, 5, object()])
-def test_what_columns_cannot_say_is_pickled_alone(
+def test_metadata_that_columns_cannot_represent_is_pickled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, offsets: Any
 ) -> None:
-    """A planner of one's own may describe chunks in its own way: that costs no save."""
+    """A user's planner has offsets that columns cannot represent: the metadata is pickled without columns, with a
+    warning in the log.
+    """
     monkeypatch.setattr(saved_metadata, "COLUMNS_FROM_BYTES", 0)
     described = metadata()
     entry: Any = described.state_dict_metadata["last"]
@@ -259,10 +273,10 @@ def test_what_columns_cannot_say_is_pickled_alone(
 
 
 @pytest.mark.parametrize("at", range(1, HEAD_BYTES))
-def test_an_end_that_is_no_end_of_columns_is_not_looked_at(
+def test_damaged_columns_are_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
-    """Whatever the bytes behind the pickle are, and wherever they are cut, it is read by itself."""
+    """The columns are cut or damaged at any byte: the metadata is read from the pickle."""
     monkeypatch.setattr(saved_metadata, "COLUMNS_FROM_BYTES", 0)
     wanted, raw = metadata(), encode_metadata_file(metadata())
     with caplog.at_level(logging.CRITICAL):
@@ -274,8 +288,10 @@ def test_an_end_that_is_no_end_of_columns_is_not_looked_at(
             assert decode_metadata_file(changed, "here") == wanted
 
 
-def test_offsets_that_hash_alike_make_no_load_slow() -> None:
-    """Their hash is the same in every process, so who writes a checkpoint can choose them."""
+def test_offsets_with_equal_hashes_are_refused() -> None:
+    """Offsets with equal hashes, which an attacker can choose, raise MetadataUnsafe when they would be put into a
+    dictionary.
+    """
     like = [[2**61 - 1 + 1 if number >> bit & 1 else 1 for bit in range(7)] for number in range(2**7)]
     assert len({hash(torch.Size(offset)) for offset in like}) == 1
     chunks = tensor(*((offset, [1] * 7) for offset in like), size=[2**62] * 7)

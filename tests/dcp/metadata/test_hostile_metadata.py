@@ -1,4 +1,4 @@
-"""Hostile `.metadata`: what an allow-list of names alone would let through is refused before anything is made."""
+"""Hostile `.metadata` that an allow-list of names alone would accept is refused before anything is created."""
 
 import contextlib
 import dataclasses
@@ -49,13 +49,15 @@ PATH = name("pathlib", "PosixPath")
 
 
 def whole(planner_data: bytes = b"N", places: bytes = b"}", described: bytes = b"}") -> bytes:
-    """Metadata as DCP has it, but for these parts."""
+    """DCP's metadata with these parts."""
     state = text("state_dict_metadata") + described + text("storage_data") + places
     return pickled(METADATA + b")\x81}(" + text("planner_data") + planner_data + state + b"ub")
 
 
 def smuggled(hidden: bytes) -> bytes:
-    """C's unpickler drops the rest of a frame that an argument crosses, and executes what others take for a text."""
+    """C's unpickler drops the rest of a frame at an argument that crosses its end, and executes bytes that other
+    parsers read as text.
+    """
     frame = b"\x80\x04\x95" + struct.pack("<Q", 4) + b"J\0\0\0"
     return frame + b"\0" + b"\x8c" + bytes([len(hidden) + 1]) + b"x" + hidden + b"."
 
@@ -81,12 +83,12 @@ NOT_AS_PICKLED: dict[str, bytes] = {
     "a number that is too long": pickled(b"\x8b" + struct.pack("<I", 0x7FFFFFFF)),
     "a registered extension": pickled(b"\x82\x01"),
     "a persistent id as a line": pickled(b"Pid\n"),
-    "an old instance": pickled(b"(ios\nsystem\n"),
-    "an old object": pickled(b"(" + METADATA + b"o"),
-    "a buffer out of band": pickled(b"\x97"),
+    "an instance in protocol 0": pickled(b"(ios\nsystem\n"),
+    "an object in protocol 1": pickled(b"(" + METADATA + b"o"),
+    "an out-of-band buffer": pickled(b"\x97"),
     "keyword arguments": pickled(METADATA + b")}\x92"),
     "a name made of a number": pickled(b"K\x01K\x02\x93"),
-    "a call of what was not named": pickled(b"N)R"),
+    "a call of an unnamed value": pickled(b"N)R"),
     "a call without a tuple": pickled(FROZENSET + b"]R"),
     "nothing on the stack": pickled(b"R"),
     "two values at the end": pickled(b"NN"),
@@ -116,7 +118,7 @@ NO_METADATA: dict[str, bytes] = {
     "a class that is called": pickled(METADATA + b"}\x85R"),
     "an instance with arguments": pickled(METADATA + b"}\x85\x81"),
     "a set of two arguments": whole(FROZENSET + b"]]\x86R"),
-    "a key that is none": whole(b"}]Ns"),
+    "an unhashable key": whole(b"}]Ns"),
     "no state dict": whole(described=b"]"),
     "no places": whole(places=b"N"),
     "an entry without a name": whole(described=b"}K\x01" + name(MODULE, "BytesStorageMetadata") + b")\x81s"),
@@ -127,7 +129,7 @@ NO_METADATA: dict[str, bytes] = {
 HOSTILE = NOT_AS_PICKLED | NO_METADATA
 
 
-# Bombs: little to read, and endless to hash, print or walk through for whoever makes it or reports it.
+# Bombs: small files whose objects would take forever to hash, print or traverse.
 
 
 def fetched(index: int) -> bytes:
@@ -135,17 +137,17 @@ def fetched(index: int) -> bytes:
 
 
 def tuples(count: int) -> bytes:
-    """A tuple that holds another one twice, and so on: the last of them is left on the stack."""
+    """Tuples that each contain the previous one twice. The last one stays on the stack."""
     return b")\x94" + b"".join(fetched(at) + b"\x86\x94" for at in range(count))
 
 
 def lists(count: int) -> bytes:
-    """The same of lists."""
+    """Lists that each contain the previous one twice."""
     return b"](" * count + b"NNe" + b"".join(b"\x94" + fetched(at) + b"e" for at in range(count - 1))
 
 
 def colliding_sizes(count: int) -> list[torch.Size]:
-    """Different sizes of one hash. Source: `tuplehash` in CPython's Objects/tupleobject.c."""
+    """Different sizes with the same hash. Source: `tuplehash` in CPython's Objects/tupleobject.c."""
     first, second, start, word = 11400714785074694791, 14029467366897019727, 2870177450012600261, (1 << 64) - 1
     unmixed = (123456789 * pow(first, -1, 1 << 64)) & word
     target = (unmixed >> 31 | unmixed << 33) & word
@@ -163,7 +165,7 @@ def colliding_sizes(count: int) -> list[torch.Size]:
 
 
 def numbered(at: int) -> bytes:
-    """A key, and None for it: numbers that differ by a multiple of this prime hash alike."""
+    """A key, and None as its value. Numbers that differ by a multiple of this prime have the same hash."""
     return b"\x8a\x14" + (at * ((1 << 61) - 1)).to_bytes(20, "little") + b"N"
 
 
@@ -188,7 +190,7 @@ def bombs() -> dict[str, bytes]:
         "tuples of shared tuples": whole(tuples(60)),
         "tuples of shared tuples, sixty thousand times": whole(tuples(60_000)),
         "lists of shared lists": whole(lists(60)),
-        "lists of shared lists, and much else": whole(
+        "lists of shared lists, in a large file": whole(
             b"}("
             + text("pad")
             + b"B"
@@ -217,7 +219,7 @@ def bombs() -> dict[str, bytes]:
             )
         ),
         "chunks that tensors share": shared_chunks(10_000, 10_000, 0),
-        "chunks that tensors share, and much else": shared_chunks(10_000, 10_000, 4_000_000),
+        "chunks that tensors share, in a large file": shared_chunks(10_000, 10_000, 4_000_000),
         "a list of half a billion places": with_paths({f"o.{1 << 29}": ("o", 1 << 29)}),
         "many long lists": with_paths({f"o{at}.{1 << 20}": (f"o{at}", 1 << 20) for at in range(5_000)}),
     }
@@ -230,8 +232,8 @@ def snapshot() -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE)
-def test_it_is_refused_and_torch_is_as_it_was(raw: bytes) -> None:
-    """MetadataUnsafe, and no class of torch has another attribute than before."""
+def test_hostile_bytes_are_refused_and_torch_is_unchanged(raw: bytes) -> None:
+    """Hostile bytes raise MetadataUnsafe, and torch's classes keep their attributes."""
     before = snapshot()
     with pytest.raises(MetadataUnsafe):
         decode_metadata(raw, "here")
@@ -239,8 +241,10 @@ def test_it_is_refused_and_torch_is_as_it_was(raw: bytes) -> None:
 
 
 def read_each(folder: Path, said: Path) -> None:
-    """In a process of its own: says of each file that is refused how many KiB the process has grown by since it began."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # torch alone: 1 GiB to 5
+    """Runs in a process of its own. Writes for each refused file by how many KiB the process has grown."""
+    taken = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    )  # torch alone takes 1 to 5 GiB
     resource.setrlimit(resource.RLIMIT_AS, (taken + (3 << 30),) * 2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with said.open("a", buffering=1) as lines:
@@ -253,8 +257,8 @@ def read_each(folder: Path, said: Path) -> None:
             lines.write(f"{path.name}|{grown}\n")
 
 
-def test_it_takes_neither_memory_nor_time(tmp_path: Path) -> None:
-    """Bytes that ask for gigabytes, for years or for the end of the process are refused where they would be felt."""
+def test_greedy_bytes_take_neither_memory_nor_time(tmp_path: Path) -> None:
+    """Bytes that ask for gigabytes, years of CPU or a deep recursion are refused within 100 s in all and 512 MiB."""
     greedy = {name_of: raw for name_of, raw in HOSTILE.items() if " long" in name_of or "large" in name_of} | bombs()
     folder, said = tmp_path / "greedy", tmp_path / "said"
     folder.mkdir()
@@ -288,8 +292,8 @@ def example() -> bytes:
 @pytest.mark.parametrize(
     "path", ["../__0_0.distcp", "/etc/passwd", "a/__0_0.distcp", "", "__0_0.distcp\0", ".metadata"]
 )
-def test_an_item_lies_in_a_shard_or_nowhere(path: str) -> None:
-    """A place outside the checkpoint's own shards is refused, and so is one at a negative offset."""
+def test_an_item_outside_the_shards_is_refused(path: str) -> None:
+    """A place outside the checkpoint's shards, or at a negative offset, raises MetadataUnsafe."""
     metadata = pickle.loads(example())
     (index,) = metadata.storage_data
     metadata.storage_data[index] = StorageInfo(path, 0, 64)
@@ -302,13 +306,13 @@ def test_an_item_lies_in_a_shard_or_nowhere(path: str) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_that_a_pickler_writes_is_read(protocol: int) -> None:
-    """What torch writes comes back equal, whichever pickle protocol it chose."""
+    """Metadata in pickle protocols 2 to 5 is read and compares equal."""
     wanted = pickle.loads(example())
     assert decode_metadata(pickle.dumps(wanted, protocol), "here") == wanted
 
 
-def test_what_a_newer_torch_adds_is_kept() -> None:
-    """Fields that this version does not know come along, as they would with stock torch."""
+def test_fields_of_a_newer_torch_are_kept() -> None:
+    """Fields that this version does not know are kept, as with stock torch."""
     wanted: Any = pickle.loads(example())
     (info,), (index,) = wanted.storage_data.values(), wanted.storage_data
     info.transform_descriptors = ["zstd"]
@@ -321,13 +325,13 @@ def test_what_a_newer_torch_adds_is_kept() -> None:
 
 
 def test_a_long_list_of_entries_is_read() -> None:
-    """A list that the state dict really has is no bomb, and neither are a few gaps in one."""
+    """A state dict with a long list that has gaps is accepted."""
     paths: dict[str, tuple[str | int, ...]] = {f"o.{at}": ("o", at) for at in range(0, 30_000, 3)}
     assert decode_metadata(with_paths(paths), "here").planner_data == paths
 
 
-def test_parts_that_are_shared_stay_shared() -> None:
-    """What one pickle holds once is one object, as an unpickler has it: a reader's memory goes with the file."""
+def test_shared_parts_stay_shared() -> None:
+    """An object that a pickle contains once is decoded to one object, so that memory grows with the file only."""
     shared = dataclasses.asdict(MetadataIndex("x")) | {"list": [1, 2]}
     found = decode_metadata(pickle.dumps(Metadata({}, {"a": shared, "b": shared}, {})), "here").planner_data
     assert found["a"] == shared

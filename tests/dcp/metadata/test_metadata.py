@@ -1,4 +1,4 @@
-"""`.metadata` is a pickle from a disk: it is read without running anything that it asks for."""
+"""`.metadata` is a pickle from a disk: it is read without running any code that it names."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ STATES: list[dict[str, Any]] = [
 
 
 class Planted:
-    """What a hostile pickle does when it is believed."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -48,13 +48,13 @@ class Planted:
 
 
 class OwnPlannerData:
-    """What a user's planner may keep in planner_data."""
+    """A class that a user's planner stores in `planner_data`."""
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.filterwarnings("ignore")
 def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) -> None:
-    """Everything that the default planner writes is known, and comes back equal."""
+    """Metadata of stock torch's default planner decodes equal to stock's own result, and can be encoded again."""
     metadata = dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
     stock = pickle.loads((tmp_path / ".metadata").read_bytes())
     ours = decode_metadata((tmp_path / ".metadata").read_bytes(), "here")
@@ -64,7 +64,9 @@ def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) 
 
 
 def test_chunks_may_have_plain_tuples_for_sizes() -> None:
-    """Megatron-FSDP gives its uneven DTensors such chunks; a checkpoint with them was saved, and loaded by nothing."""
+    """Chunks may have plain tuples as offsets and sizes, as Megatron-FSDP writes them for uneven DTensors. Other tuples
+    are refused.
+    """
     chunk = ChunkStorageMetadata(offsets=(2, 0), sizes=(1, 3))  # type: ignore[arg-type]
     tensor = TensorStorageMetadata(TensorProperties(), torch.Size((3, 3)), [chunk])
     place = {MetadataIndex("a", (2, 0)): _StorageInfo("__0_0.distcp", 0, 12)}
@@ -78,7 +80,7 @@ def test_chunks_may_have_plain_tuples_for_sizes() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
-    """They named another class for the properties of a tensor, of the same fields; stock torch reads it to this day."""
+    """Older versions of torch named another class for the properties of a tensor: such metadata is read."""
     dcp.save({"a": torch.ones(3)}, checkpoint_id=str(tmp_path), no_dist=True)
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     entry = metadata.state_dict_metadata["a"]
@@ -93,7 +95,7 @@ def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A process group of one, as DTensor wants one."""
+    """A mesh on a process group of one, for DTensors."""
     with group_of_one():
         yield DeviceMesh("cpu", [0])
 
@@ -105,7 +107,9 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_metadata_of_every_planner_is_read(
     tmp_path: Path, mesh: DeviceMesh, *, is_flat: bool, is_cached: bool, is_one_file: bool
 ) -> None:
-    """Sharded tensors, replicas, optimizer states and objects, flattened or not, the second save from a cached plan."""
+    """Metadata of sharded tensors, replicas and objects, flattened or not, and of a save with a cached plan, decodes
+    equal to stock's.
+    """
     state: dict[str, Any] = {
         "sharded": distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]),
         "replica": distribute_tensor(torch.ones(3), mesh, [Replicate()]),
@@ -123,7 +127,7 @@ def test_metadata_of_every_planner_is_read(
 
 @pytest.mark.parametrize("place", ["top", "planner_data", "storage_data"])
 def test_code_in_a_pickle_does_not_run(tmp_path: Path, place: str) -> None:
-    """A planted call raises MetadataUnsafe and has not happened, wherever it hides."""
+    """A planted call at any place raises MetadataUnsafe and does not run."""
     target = tmp_path / "planted"
     hostile: Any = Planted(str(target))
     if place == "planner_data":
@@ -149,7 +153,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, place: str) -> None:
     ],
 )
 def test_names_beyond_dcp_metadata_are_refused(module: str, name: str) -> None:
-    """Only the listed names are found, not what can be reached through them."""
+    """Only the listed names are accepted, and nothing that can be reached through them."""
     raw = (
         b"\x80\x04\x8c"
         + bytes([len(module)])
@@ -164,7 +168,7 @@ def test_names_beyond_dcp_metadata_are_refused(module: str, name: str) -> None:
 
 
 def test_a_registered_class_is_read() -> None:
-    """A user's own planner data is refused with a way out, and read once its class is registered."""
+    """A user's planner data is refused with a hint, and is read after `register_safe_class`."""
     raw = pickle.dumps(Metadata({}, planner_data=OwnPlannerData(), storage_data={}))
     with pytest.raises(MetadataUnsafe, match="register_safe_class"):
         decode_metadata(raw, "node n")
@@ -175,6 +179,5 @@ def test_a_registered_class_is_read() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_unsafe(raw: bytes) -> None:
-    """Garbage raises MetadataUnsafe and nothing else."""
     with pytest.raises(MetadataUnsafe):
         decode_metadata(b"\x80\x04" + raw, "node n")

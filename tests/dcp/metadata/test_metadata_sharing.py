@@ -1,4 +1,4 @@
-"""Equal parts of `.metadata` are one object, and the metadata is what it was."""
+"""`share_parts` replaces equal parts of the metadata by one object, and the metadata stays equal."""
 
 import pickle
 from dataclasses import replace
@@ -21,7 +21,7 @@ NAME = "layers.0.feed_forward.weight"
 
 
 def from_a_rank(rank: int) -> tuple[ChunkStorageMetadata, MetadataIndex, StorageInfo]:
-    """As it arrives at the coordinator: nothing in it is an object that another rank's has."""
+    """A rank's parts as the coordinator receives them: no object is shared with another rank's."""
     offset, size = torch.Size([rank, 0]), torch.Size([1, 8])
     parts = ChunkStorageMetadata(offset, size), MetadataIndex(NAME, offset), StorageInfo(f"__{rank}_0.distcp", 0, 64)
     made: tuple[ChunkStorageMetadata, MetadataIndex, StorageInfo] = pickle.loads(pickle.dumps(parts))
@@ -38,8 +38,8 @@ def gathered() -> Metadata:
     return Metadata({NAME: tensor, "step": BytesStorageMetadata()}, {NAME: ("layers", 0)}, places)
 
 
-def test_what_is_shared_is_equal_to_what_it_was() -> None:
-    """Every entry, index and place compares equal, in the same order, for stock torch too."""
+def test_shared_metadata_is_equal() -> None:
+    """After `share_parts` all entries are equal and in the same order, also after unpickling by stock torch."""
     metadata, wanted = gathered(), gathered()
     share_parts(metadata)
     assert metadata == wanted
@@ -47,8 +47,8 @@ def test_what_is_shared_is_equal_to_what_it_was() -> None:
     assert pickle.loads(encode_metadata(metadata)) == wanted
 
 
-def test_a_name_is_in_the_file_once_however_many_ranks_hold_the_tensor() -> None:
-    """The name of a tensor and the path of a shard do not come back with each chunk."""
+def test_the_file_contains_a_name_once() -> None:
+    """The file contains a tensor's name and a shard's path once, not per chunk."""
     metadata = gathered()
     before = len(encode_metadata(replace(metadata)))
     share_parts(metadata)
@@ -58,9 +58,9 @@ def test_a_name_is_in_the_file_once_however_many_ranks_hold_the_tensor() -> None
     assert len(raw) < 0.7 * before
 
 
-def test_tensors_that_differ_in_their_values_only_share_their_properties() -> None:
-    """Whatever has no hash stays as it is; a load reads what it was, and gives each tensor properties of its own."""
-    odd = TensorProperties(torch.float32, requires_grad=[8, 1])  # type: ignore[arg-type]  # as a planner may put there
+def test_equal_properties_are_shared() -> None:
+    """Tensors with equal properties share them, also after decoding. Properties that cannot be hashed stay as they are."""
+    odd = TensorProperties(torch.float32, requires_grad=[8, 1])  # type: ignore[arg-type]  # as a user's planner may set it
     made = {"a": TensorProperties(torch.float32), "b": TensorProperties(torch.float32), "c": odd}
     metadata = Metadata({name: TensorStorageMetadata(each, torch.Size([8]), []) for name, each in made.items()})
     metadata.storage_data = {}

@@ -1,4 +1,4 @@
-"""Bytes that a reader of the code made: each took memory or time beyond measure before, and is refused now."""
+"""Hostile bytes found in code review, each of which once took unbounded memory or time: all are refused."""
 
 import io
 import struct
@@ -35,7 +35,7 @@ def container(pickled: bytes, records: Mapping[str, bytes]) -> memoryview:
 
 
 def test_an_empty_storage_does_not_grow() -> None:
-    """A tensor of 2^28 numbers over a record without a byte."""
+    """A tensor of 2^28 numbers over an empty record is refused."""
     storage = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x00tQ"
     shape = b"\x8a\x09" + (1 << 28).to_bytes(9, "little") + b"\x85K\x01\x85"
     pickled = b"\x80\x02" + name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + b"K\x00" + shape
@@ -46,14 +46,14 @@ def test_an_empty_storage_does_not_grow() -> None:
 
 @pytest.mark.parametrize("parts", [b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00", b""], ids=["some", "none"])
 def test_a_type_of_numpy_without_its_parts_is_refused(parts: bytes) -> None:
-    """Also that is an error of ours, whatever is missing."""
+    """A numpy dtype whose state is incomplete raises ObjectUnsafe."""
     pickled = b"\x80\x02" + name("numpy", "dtype") + b")R(K\x03" + text("<") + parts + b"tb."
     with pytest.raises(ObjectUnsafe):
         load_object(container(pickled, {}), "key", "shard")
 
 
 def test_a_path_of_thousands_of_parts_is_refused() -> None:
-    """Its beginnings together are as long as the square of it."""
+    """A path of 20,000 parts is refused in time: its prefixes together have quadratic length."""
     raw = b"\x80\x02" + name(DCP, "Metadata") + b")\x81}(" + text("state_dict_metadata") + b"}"
     raw += text("planner_data") + b"}" + text("a") + b"(" + b"K\x00" * 20_000 + b"ts" + text("storage_data") + b"}ub."
     began = time.monotonic()
@@ -63,7 +63,7 @@ def test_a_path_of_thousands_of_parts_is_refused() -> None:
 
 
 def test_a_size_has_few_dimensions() -> None:
-    """One tuple of many numbers, made a size again and again."""
+    """A `torch.Size` of 100,000 dimensions is refused."""
     info = name("torch.distributed.checkpoint.filesystem", "_StorageInfo") + b")\x81}(" + text("relative_path")
     info += text("__0_0.distcp") + text("offset") + b"K\x00" + text("length") + b"K\x01ub"
     raw = (
@@ -79,4 +79,4 @@ def test_a_size_has_few_dimensions() -> None:
     raw += name("torch", "Size") + b"(" + b"K\x01" * 100_000 + b"t\x85Rub" + info + b"uub."
     with pytest.raises(MetadataUnsafe):
         decode_metadata(raw, "here")
-    assert item_ranges(raw), "an agent takes the places alone, and those are sound"
+    assert item_ranges(raw), "an agent reads only the places, which are valid"

@@ -1,4 +1,4 @@
-"""`.metadata` between versions of torch: what one writes, the other reads. `make compat` has real ones."""
+"""`.metadata` between versions of torch: each version reads what another writes. `make compat` uses real versions."""
 
 import dataclasses
 import pickle
@@ -34,16 +34,16 @@ newer = pytest.mark.skipif(
 
 
 class Unheard:
-    """A class that no torch of today has."""
+    """A class that no version of torch has."""
 
 
 def write_as_newer(monkeypatch: pytest.MonkeyPatch, *more: object) -> None:
-    """Has `pickle` write properties as torch 2.15 does, with a sixth field, or with more."""
+    """Makes `pickle` write tensor properties as torch 2.15 does, with a sixth field, or with more."""
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*GET(self)[:COMMON_FIELDS], *more))
 
 
 def be_older(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Properties have five fields, as in torch 2.13, and a state of more is refused as it is there."""
+    """Makes tensor properties have five fields, as in torch 2.13, and refuse a state with more."""
 
     def take(self: TensorProperties, state: tuple[Any, ...]) -> None:
         dtype, layout, requires_grad, memory_format, pin_memory = state
@@ -66,10 +66,8 @@ def entry_of(metadata: Metadata) -> TensorStorageMetadata:
 
 
 @pytest.mark.parametrize("more", [((2, 1),), (None, "a seventh"), (None, Unheard())])
-def test_what_a_newer_torch_says_of_a_tensor_is_read_here(
-    monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
-) -> None:
-    """Fields that this torch does not know are left out, whatever they name; dtype, size and chunks are what they were."""
+def test_tensor_properties_of_a_newer_torch_are_read(monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]) -> None:
+    """Fields that this torch does not know are dropped, whatever class they name. The dtype, size and chunks are kept."""
     metadata = described(torch.ones(3, 2, dtype=torch.float16))
     with monkeypatch.context() as elsewhere:
         write_as_newer(elsewhere, *more)
@@ -81,8 +79,8 @@ def test_what_a_newer_torch_says_of_a_tensor_is_read_here(
     assert not found.properties.pin_memory
 
 
-def test_what_an_older_torch_says_of_a_tensor_is_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five fields are enough; what this torch has beyond them is empty."""
+def test_tensor_properties_of_an_older_torch_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor properties with five fields are read. This torch's further fields are empty."""
     metadata = described(torch.ones(3, 2))
     with monkeypatch.context() as elsewhere:
         be_older(elsewhere)
@@ -92,8 +90,8 @@ def test_what_an_older_torch_says_of_a_tensor_is_read_here(monkeypatch: pytest.M
     assert getattr(found, "strides", None) is None
 
 
-def test_what_torch_2_6_says_of_the_storage_is_read_here() -> None:
-    """It has no `modules`: without them the checkpoint is as good."""
+def test_storage_metadata_of_torch_2_6_is_read() -> None:
+    """Storage metadata of torch 2.6, without `modules`, is read."""
     metadata = described(torch.ones(3, 2))
     metadata.storage_meta = StorageMeta("step-1", "save")
     vars(metadata.storage_meta).pop("modules", None)
@@ -101,8 +99,10 @@ def test_what_torch_2_6_says_of_the_storage_is_read_here() -> None:
     assert found == StorageMeta("step-1", "save")
 
 
-def test_fields_of_the_whole_that_this_torch_lacks_are_left_out() -> None:
-    """A field of Metadata that none here knows may name anything; one that it does know may not."""
+def test_unknown_fields_of_metadata_are_dropped() -> None:
+    """An unknown field of Metadata is dropped, whatever class it names. An unknown class in a known field raises
+    MetadataUnsafe.
+    """
     metadata = described(torch.ones(2))
     metadata.planner_info = Unheard()  # type: ignore[attr-defined]
     assert not hasattr(decode_metadata(pickle.dumps(metadata), "here"), "planner_info")
@@ -111,8 +111,8 @@ def test_fields_of_the_whole_that_this_torch_lacks_are_left_out() -> None:
         decode_metadata(pickle.dumps(metadata), "here")
 
 
-def test_a_dtype_that_this_torch_lacks_is_said_to_be_one() -> None:
-    """The hint is to load with the torch that saved, not to register a class."""
+def test_the_hint_for_an_unknown_dtype_names_the_version() -> None:
+    """For an unknown dtype the hint is to load with the version of torch that saved."""
     raw = pickle.dumps(described(torch.ones(2))).replace(b"float32", b"float_9")
     with pytest.raises(MetadataUnsafe, match=r"torch\.float_9.*load with the version that saved"):
         decode_metadata(raw, "here")
@@ -128,10 +128,12 @@ def test_a_dtype_that_this_torch_lacks_is_said_to_be_one() -> None:
         described(torch.ones(4, 1)[:, :1]),
         described(torch.ones(4, 2), (4, 2), (4, 2), size=(4, 4)),
     ],
-    ids=["plain", "scalar", "empty", "one wide", "shard of columns"],
+    ids=["plain", "scalar", "empty", "one column", "shard of columns"],
 )
 def test_older_torch_reads_what_is_written_here(monkeypatch: pytest.MonkeyPatch, metadata: Metadata) -> None:
-    """Contiguous tensors and shards are described as every torch in the range describes them, plain `pickle` included."""
+    """Older torch reads the metadata of contiguous tensors and shards that this package encodes, also with plain
+    `pickle`.
+    """
     before = pickle.dumps(metadata)
     raw = encode_metadata(metadata)
     assert pickle.dumps(metadata) == before
@@ -142,8 +144,10 @@ def test_older_torch_reads_what_is_written_here(monkeypatch: pytest.MonkeyPatch,
 
 
 @newer
-def test_strides_that_say_something_are_kept() -> None:
-    """Of a transposed tensor they are in the file, also where another entry shares its properties and needs none."""
+def test_strides_of_a_transposed_tensor_are_kept() -> None:
+    """The strides of a transposed tensor are kept, also where another entry shares its properties and does not need
+    them.
+    """
     metadata = described(torch.ones(3, 2).t())
     entry = entry_of(metadata)
     metadata.state_dict_metadata["b"] = dataclasses.replace(entry, size=torch.Size([2, 1]), chunks=[])
@@ -152,8 +156,10 @@ def test_strides_that_say_something_are_kept() -> None:
 
 
 @newer
-def test_a_save_of_every_kind_of_tensor_is_read_by_older_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What our writer leaves on disk, a CheckpointableTensor's shard too, is loaded by ours and unpickled by stock."""
+def test_a_shard_of_a_checkpointable_tensor_is_read_by_older_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A saved CheckpointableTensor's shard is loaded by this package and unpickled by stock on older torch."""
     shard: Any = torch.arange(8.0).reshape(4, 2)
     shard.global_shape, shard.local_sizes = (4, 2), ((4, 2),)
     shard.global_offsets, shard.local_offsets = ((0, 0),), ((0, 0),)
@@ -173,5 +179,5 @@ def test_a_save_of_every_kind_of_tensor_is_read_by_older_torch(monkeypatch: pyte
 def test_contiguous_memory_is_known_by_its_strides(
     sizes: tuple[int, ...], strides: tuple[int, ...], is_one: bool
 ) -> None:
-    """The stride of a dimension of one element says nothing."""
+    """Strides of dimensions with one element do not count."""
     assert is_contiguous(sizes, strides) is is_one

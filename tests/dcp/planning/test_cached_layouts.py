@@ -1,4 +1,4 @@
-"""Layouts kept between saves: `.metadata` is that of a save that knows of none before, whatever came before it."""
+"""Layouts cached between saves: `.metadata` equals that of a save without a cache, whatever saves came before."""
 
 import pickle
 import random
@@ -36,7 +36,7 @@ State = dict[str, Any]
 
 
 class Counting:
-    """Where items are written to nowhere."""
+    """A stream that discards data and counts its bytes."""
 
     position = 0
 
@@ -49,11 +49,11 @@ class Counting:
 
 
 class Broken(Exception):
-    """A save ended here."""
+    """Raised where a save is to fail."""
 
 
 class Job:
-    """Ranks that save again and again: planners, item writers and what the coordinator makes of it, without nodes."""
+    """Ranks that save repeatedly: planners, item writers and the coordinator's accounting, without nodes."""
 
     def __init__(self, ranks: int, make_planner: Callable[[], SavePlanner] = CachedSavePlanner) -> None:
         self.make_planner = make_planner
@@ -64,7 +64,7 @@ class Job:
         self.was_known = False
 
     def save(self, states: list[State], fails: str = "") -> bytes:
-        """The bytes of `.metadata`, which the results and plans of all ranks make; with `fails` the save ends there."""
+        """The bytes of `.metadata` for the results and plans of all ranks. `fails`: where the save fails."""
         self.saves += 1
         save_id = f"{random.getrandbits(128):032x}"
         known = self.layouts[0].save_id
@@ -77,7 +77,7 @@ class Job:
         gathered = [pickle.loads(one) for one in sent]
         if fails == "before the accounting":
             raise Broken
-        if fails == "not, but in a wrapper":
+        if fails == "only in a wrapper":
             gathered = [list(one) for one in gathered]
         return self._commit(save_id, metadata, gathered, len(states), fails)
 
@@ -116,7 +116,7 @@ class Job:
 
 
 def make_states(count: int, width: int = 4, step: int = 7) -> list[State]:
-    """Replicated weights, of which one rank saves each, a part of each rank's own, and nested objects."""
+    """Replicated weights, which one rank saves, a tensor of each rank's own, and nested objects."""
     return [
         {
             "model": {f"layer {n}": torch.zeros(width, 3) for n in range(3)},
@@ -128,10 +128,10 @@ def make_states(count: int, width: int = 4, step: int = 7) -> list[State]:
 
 
 def check_as_fresh(job: Job, states: list[State]) -> None:
-    """A save, or DCP's refusal, is that of a job that knows of no save before: in `.metadata` bit for bit."""
+    """Saves, and checks that `.metadata`, or DCP's error, equals that of a new job, bit for bit."""
     try:
         wanted = Job(len(states), DefaultSavePlanner).save(states)
-    except (AssertionError, ValueError) as refusal:  # a tensor here, an object there
+    except (AssertionError, ValueError) as refusal:  # an entry is a tensor on one rank and an object on another
         with pytest.raises(type(refusal)):
             job.save(states)
         return
@@ -145,14 +145,16 @@ def describe_difference(found: bytes, wanted: bytes) -> str:
 
 
 @pytest.mark.parametrize("make_planner", [CachedSavePlanner, DefaultSavePlanner])
-def test_what_has_not_changed_is_not_sent(make_planner: Callable[[], SavePlanner]) -> None:
-    """From the second save on a rank's results are a digest of under 256 bytes, and `.metadata` is the one before."""
+def test_unchanged_results_are_not_sent(make_planner: Callable[[], SavePlanner]) -> None:
+    """From the second save on, a rank's results are a digest of under 256 bytes, and the layout is taken from the
+    cache.
+    """
     job, states = Job(3, make_planner), make_states(3)
     for state in states:
         state["many"] = {f"parameter {n}": torch.zeros(2) for n in range(100)}
     for number in range(4):
         for state in states:
-            state["many"]["parameter 3"] += number  # values are no part of a layout
+            state["many"]["parameter 3"] += number  # a layout contains no values
         check_as_fresh(job, states)
         assert job.was_known == (number > 0)
         assert (max(job.bytes_gathered) < 256) == (number > 0)
@@ -173,7 +175,7 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "longer object": lambda state: state["optimizer"].update({"step": "x" * 500}),
     "digits of an object": lambda state: state["optimizer"].update({"step": 1 << 80}),
     "empty group": lambda state: state["optimizer"]["groups"].pop(),
-    "number for truth": lambda state: state["optimizer"].update({"step": True}),
+    "bool for int": lambda state: state["optimizer"].update({"step": True}),
 }
 
 
@@ -184,7 +186,7 @@ PLACES = {"coordinator": [0], "another rank": [1], "all ranks": [0, 1, 2]}
 @pytest.mark.parametrize("where", mark_long(PLACES, keep=["another rank"]))
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_is_missed(change: str, where: str, make_planner: Callable[[], SavePlanner]) -> None:
-    """Whatever changes, on whichever rank, `.metadata` is that of a first save; and so is the way back."""
+    """After any change on any rank, and after the change is undone, `.metadata` equals that of a first save."""
     job, changed = Job(3, make_planner), make_states(3)
     for rank in PLACES[where]:
         CHANGES[change](changed[rank])
@@ -193,7 +195,9 @@ def test_no_change_is_missed(change: str, where: str, make_planner: Callable[[],
 
 
 def test_an_object_that_grows_costs_its_own_rank_alone() -> None:
-    """A rank whose object needs more room sends its results, the others their digests; offsets are a fresh save's."""
+    """A rank whose object has grown sends its results. The other ranks send digests, and the offsets equal those of a
+    first save.
+    """
     job, states = Job(3), make_states(3)
     check_as_fresh(job, states)
     for state in states:
@@ -206,7 +210,7 @@ def test_an_object_that_grows_costs_its_own_rank_alone() -> None:
 
 
 def test_a_step_count_has_room() -> None:
-    """Counts of any number of digits up to 2**31 lie alike in a shard: training does not change the layout."""
+    """A step count up to 2**31 takes the same room in a shard, so that training does not change the layout."""
     job = Job(2)
     for number, step in enumerate([9, 10, 255, 256, 65_535, 65_536, 2_000_000_000]):
         check_as_fresh(job, make_states(2, step=step))
@@ -215,7 +219,7 @@ def test_a_step_count_has_room() -> None:
 
 @pytest.mark.parametrize("fails", ["while writing", "before the accounting", "unwritten"])
 def test_a_save_that_fails_leaves_no_stale_layout(fails: str) -> None:
-    """It changes the state and fails; the save after it, of either state, is that of a first one."""
+    """A save with a changed state fails: the next save, of either state, equals a first save."""
     for after in ("before the change", "changed"):
         job, changed = Job(3), make_states(3)
         CHANGES["longer object"](changed[0])
@@ -229,7 +233,9 @@ def test_a_save_that_fails_leaves_no_stale_layout(fails: str) -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_new_writer_on_one_rank(who: int) -> None:
-    """A coordinator, or a rank, that has kept nothing gets, or sends, all; no save fails for it."""
+    """A coordinator with an empty cache gets all results, and a rank with an empty cache sends its results. No save
+    fails.
+    """
     job, states = Job(3), make_states(3)
     check_as_fresh(job, states)
     job.layouts[who] = CachedLayouts()
@@ -239,20 +245,20 @@ def test_a_new_writer_on_one_rank(who: int) -> None:
     assert job.was_known
 
 
-def test_a_wrapper_that_makes_results_anew() -> None:
-    """Where a storage writer around ours hands on lists of its own, no layout is kept, and no save fails for it."""
+def test_a_wrapper_that_copies_results_into_new_lists() -> None:
+    """A wrapping storage writer passes new lists of results: no layout is cached, and no save fails."""
     job, states = Job(3), make_states(3)
     wanted = Job(3).save(states)
     for _ in range(3):
-        assert job.save(states, "not, but in a wrapper") == wanted
+        assert job.save(states, "only in a wrapper") == wanted
         assert not job.was_known
     assert job.save(states) == job.save(states) == wanted
     assert job.was_known
 
 
 @pytest.mark.parametrize("which", ["another coordinator", "another layout"])
-def test_a_reference_that_means_nothing_is_refused(which: str) -> None:
-    """Results of another coordinator, or of another layout, raise SaveAborted in the accounting, and only once."""
+def test_a_digest_of_another_save_is_refused(which: str) -> None:
+    """A digest for another coordinator or another layout raises SaveAborted. The next save succeeds."""
     job, states = Job(2), make_states(2)
     job.save(states)
     known = job.layouts[0].save_id
@@ -272,8 +278,8 @@ def test_a_reference_that_means_nothing_is_refused(which: str) -> None:
     check_as_fresh(job, states)
 
 
-def test_a_wrapper_that_adds_results_is_believed() -> None:
-    """What a storage writer around ours appends to the results of a save goes to the coordinator, on every save."""
+def test_results_that_a_wrapper_adds_are_kept() -> None:
+    """Results that a wrapping storage writer adds reach the coordinator on every save."""
     layouts, more = CachedLayouts(), WriteResult(None, 1, StorageInfo("__0_0.distcp", 0, 1))  # type: ignore[arg-type]
     first = layouts.refer([], "1" * 32, "")
     assert first.digest
@@ -288,7 +294,7 @@ def test_a_wrapper_that_adds_results_is_believed() -> None:
 
 @pytest.mark.parametrize("seed", mark_long(range(20), keep=[0, 1]))
 def test_any_order_of_changes_and_failures(seed: int) -> None:
-    """1,000 random saves: each that succeeds has the `.metadata` of a first one, bit for bit."""
+    """1,000 random saves: each that succeeds has the `.metadata` of a first save, bit for bit."""
     draw, known = random.Random(seed), 0
     job, states = Job(3, draw.choice([CachedSavePlanner, DefaultSavePlanner])), make_states(3)
     for _ in range(50):
@@ -304,7 +310,7 @@ def test_any_order_of_changes_and_failures(seed: int) -> None:
             job.planners = [job.make_planner() for _ in range(3)]
         if draw.random() < 0.05:
             with suppress(PlansUnknown, AssertionError, ValueError):
-                job.save(states, "not, but in a wrapper")
+                job.save(states, "only in a wrapper")
         if draw.random() < 0.15:
             with suppress(Broken, SaveAborted, PlansUnknown, AssertionError, ValueError):
                 job.save(states, draw.choice(["while writing", "before the accounting", "unwritten"]))
@@ -318,7 +324,7 @@ def test_any_order_of_changes_and_failures(seed: int) -> None:
 
 
 def test_a_planners_own_data_is_compared_by_its_pickle() -> None:
-    """Arrays, of which == says nothing, in what a planner keeps with the checkpoint: equal ones are known, others not."""
+    """Planner data with arrays, which `==` cannot compare, is compared by its pickle."""
     layout = CachedLayout.of("1" * 32, "step-1", Metadata({}, {"a": np.arange(3)}, {}), [], b"")
     assert layout.planner_data.is_same({"a": np.arange(3)})
     assert not layout.planner_data.is_same({"a": np.arange(4)})
@@ -329,7 +335,7 @@ def test_a_planners_own_data_is_compared_by_its_pickle() -> None:
 
 
 def test_one_process_alone(tmp_path: Path) -> None:
-    """Saves of one process, two states in turn and a load between: each loads, and `.metadata` is a new writer's."""
+    """Saves of one process with two alternating states: each loads, and its `.metadata` equals that of a new writer."""
     writer, planner = ReplicatedWriter(tmp_path / "own", copies=1), CachedSavePlanner()
     for number in range(8):
         state = make_states(1, 4 if number % 4 < 3 else 6, number * 100)[0]

@@ -1,4 +1,4 @@
-"""CachedSavePlanner: what is planned is what DefaultSavePlanner plans anew, whatever came before; little of it travels."""
+"""CachedSavePlanner plans what DefaultSavePlanner plans, whatever saves came before, and sends little."""
 
 import io
 import pickle
@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 class Ranks:
-    """The ranks of a job, each with its planner; what DCP sends between them is pickled here, too, and counted."""
+    """The ranks of a job, each with its planner. What DCP sends between ranks is pickled and counted here."""
 
     def __init__(self, planners: list[SavePlanner]) -> None:
         self.planners = planners
@@ -37,7 +37,7 @@ class Ranks:
         self.saves = 0
 
     def plan(self, states: list[State], fails: str = "") -> tuple[list[SavePlan], Metadata]:
-        """One save's plans; with `fails` it ends there, by an error of the storage writer."""
+        """The plans of one save. `fails`: where the storage writer fails."""
         self.saves += 1
         asked = []
         for rank, (planner, state) in enumerate(zip(self.planners, states, strict=True)):
@@ -53,7 +53,7 @@ class Ranks:
         final = [planner.finish_plan(self._send(plan)) for planner, plan in zip(self.planners, marked, strict=True)]
         if fails == "while writing":
             raise InterruptedError
-        metadata.storage_data = {"written by": self.saves}  # the writer's, too
+        metadata.storage_data = {"written by": self.saves}  # as a storage writer sets it, too
         return final, metadata
 
     def _send(self, plan: SavePlan) -> SavePlan:
@@ -68,7 +68,9 @@ def cached(count: int) -> Ranks:
 
 
 def check_as_fresh(ranks: Ranks, states: list[State]) -> None:
-    """Final plans, metadata and announced bytes, or the error, are those of planners that know of no save before."""
+    """Plans a save, and checks that the final plans, metadata and announced bytes, or the error, equal those of new
+    planners.
+    """
     fresh = Ranks([DefaultSavePlanner() for _ in states])
     try:
         wanted, wanted_metadata = fresh.plan(states)
@@ -76,7 +78,7 @@ def check_as_fresh(ranks: Ranks, states: list[State]) -> None:
         AssertionError,
         AttributeError,
         ValueError,
-    ) as error:  # such states cannot be saved: a tensor here, an object there
+    ) as error:  # an entry is a tensor on one rank and an object on another
         with pytest.raises((type(error), PlansUnknown)):
             ranks.plan(states)
         return
@@ -90,7 +92,7 @@ def check_as_fresh(ranks: Ranks, states: list[State]) -> None:
 
 
 def make_states(count: int, width: int = 4) -> list[State]:
-    """Replicated weights, of which one rank saves each, a part of each rank's own, and nested objects."""
+    """Replicated weights, which one rank saves, a tensor of each rank's own, and nested objects."""
     return [
         {
             "model": {f"layer {n}": torch.zeros(width, 3) for n in range(3)},
@@ -101,8 +103,8 @@ def make_states(count: int, width: int = 4) -> list[State]:
     ]
 
 
-def test_what_has_not_changed_is_not_sent() -> None:
-    """The third save of a state sends under 2 KB for each rank, whatever it holds, and plans what the first one did."""
+def test_unchanged_plans_are_not_sent() -> None:
+    """A repeated save of the same state sends under 2 KB per rank, and plans the same as the first one."""
     ranks, states = cached(4), make_states(4)
     for state in states:
         state["many"] = {f"parameter {n}": torch.zeros(2) for n in range(1000)}
@@ -115,7 +117,9 @@ def test_what_has_not_changed_is_not_sent() -> None:
 
 
 def part_of_a_tensor() -> torch.Tensor:
-    """Rows 4 to 8 of a tensor with 12, as torch's CheckpointableTensor says it (2.15; an older one takes it for all)."""
+    """Rows 4 to 8 of a tensor with 12 rows, as torch 2.15's CheckpointableTensor. Older versions treat it as a whole
+    tensor.
+    """
     part = torch.zeros(4, 3)
     vars(part).update(global_shape=(12, 3), global_offsets=((4, 0),), local_offsets=((0, 0),), local_sizes=((4, 3),))
     return part
@@ -141,7 +145,7 @@ CHANGES: dict[str, Callable[[State], object]] = {
 @pytest.mark.parametrize("at", [(0,), (1,), (0, 1, 2)], ids=["coordinator", "another rank", "all ranks"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_is_missed(change: str, at: tuple[int, ...]) -> None:
-    """Whatever changes, on whichever rank, the save is planned as if it were the first one; and so is the way back."""
+    """After any change on any rank, and after the change is undone, the save is planned like a first one."""
     ranks = cached(3)
     check_as_fresh(ranks, make_states(3))
     check_as_fresh(ranks, make_states(3))
@@ -154,7 +158,9 @@ def test_no_change_is_missed(change: str, at: tuple[int, ...]) -> None:
 
 
 def test_a_torch_that_writes_into_the_list_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 2.7 does, which leaves there what is left of each: an item that one rank has no more, others are to write."""
+    """Torch 2.7 writes the final plans into the list that it gets. The cached plans stay complete: when one rank drops
+    an item, another writes it.
+    """
     plan_all = DefaultSavePlanner.create_global_plan
 
     def plan_in_place(planner: DefaultSavePlanner, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -172,7 +178,7 @@ def test_a_torch_that_writes_into_the_list_of_plans(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("fails", ["before the global plan", "before the ranks have it", "while writing"])
 def test_a_save_that_fails_leaves_no_stale_plan(fails: str) -> None:
-    """It changes the state and fails at any step; the save after it, of either state, is planned as a first one."""
+    """A save with a changed state fails at any step: the next save, of either state, is planned like a first one."""
     for after in ("before the change", "changed"):
         ranks, changed = cached(3), make_states(3)
         CHANGES["shape"](changed[1])
@@ -183,8 +189,10 @@ def test_a_save_that_fails_leaves_no_stale_plan(fails: str) -> None:
         check_as_fresh(ranks, make_states(3))
 
 
-def test_planners_that_were_not_in_it_together() -> None:
-    """A coordinator with another planner, its own or torch's, refuses a plan that was kept back; the next save goes."""
+def test_a_coordinator_with_a_new_planner() -> None:
+    """The coordinator has a new planner and gets a digest instead of a plan: it raises PlansUnknown. The next save
+    succeeds.
+    """
     for make in (CachedSavePlanner, DefaultSavePlanner):
         ranks, states = cached(3), make_states(3)
         check_as_fresh(ranks, states)
@@ -195,8 +203,10 @@ def test_planners_that_were_not_in_it_together() -> None:
         check_as_fresh(ranks, states)
 
 
-def test_ranks_that_meet_in_another_order() -> None:
-    """Another rank's plan is never taken for this rank's: the planners serve another group, and the save is refused."""
+def test_planners_of_ranks_that_exchange_places() -> None:
+    """The ranks' planners exchange places: no rank gets another's cached plan. The save is refused, and the next one
+    succeeds.
+    """
     ranks, states = cached(3), make_states(3)
     check_as_fresh(ranks, states)
     ranks.planners[1:] = ranks.planners[:0:-1]
@@ -211,7 +221,7 @@ def test_ranks_that_meet_in_another_order() -> None:
 
 @pytest.mark.parametrize("seed", mark_long(range(20), keep=range(4)))
 def test_any_order_of_changes_and_failures(seed: int) -> None:
-    """1,000 random saves: each that is planned is planned as a first one, and each that is refused can be repeated."""
+    """1,000 random saves: each is planned like a first one, or is refused and can be repeated."""
     draw = random.Random(seed)
     ranks, states, refused = cached(3), make_states(3), 0
     for _ in range(50):
@@ -236,8 +246,10 @@ def test_any_order_of_changes_and_failures(seed: int) -> None:
     assert refused < 10
 
 
-def test_what_has_not_changed_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DCP plans no rank's part of the second save, and each item's data is what DCP finds for it."""
+def test_unchanged_states_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's local planning does not run for the second save, and each item resolves to the same data as with stock's
+    planner.
+    """
     ranks, states = cached(3), make_states(3)
     ranks.plan(states)
     monkeypatch.setattr(default_planner, "create_default_local_save_plan", None)
@@ -257,7 +269,7 @@ def written(found: torch.Tensor | io.BytesIO) -> bytes:
 
 
 def enter_group_of_four(rank: int) -> None:
-    """This process is one rank of it, and the others are not there."""
+    """Makes this process one rank of a fake group of four."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
 
 
@@ -270,7 +282,9 @@ def _group_of_four() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_group_of_four")
 def test_no_change_of_a_dtensor_is_missed() -> None:
-    """Another mesh, placement, shape, or part of other strides: planned as a first time; the same again: not planned."""
+    """Another mesh, placement, shape, dtype, stride or gradient flag of a DTensor changes its basis. An equal DTensor
+    has the same basis.
+    """
     full, part = torch.zeros(8, 4), torch.zeros(2, 4)
     flat, deep = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     split = distribute_tensor(full, flat, [Split(0)])
@@ -304,7 +318,7 @@ def test_no_change_of_a_dtensor_is_missed() -> None:
 
 @pytest.mark.usefixtures("_group_of_four")
 def test_another_rank_of_an_equal_mesh() -> None:
-    """Where process groups are made anew with other ranks, meshes are equal: each rank plans its own part."""
+    """A process becomes another rank of a new but equal mesh: the planner plans that rank's part."""
     planner, part = CachedSavePlanner(), torch.zeros(2, 4)
     for rank in (1, 2):
         dist.destroy_process_group()
@@ -318,8 +332,8 @@ def test_another_rank_of_an_equal_mesh() -> None:
 
 
 @pytest.mark.usefixtures("_group_of_four")
-def test_what_autograd_does_meanwhile() -> None:
-    """A part of a DTensor requires no gradients where none are recorded: it is described as it is planned anew."""
+def test_a_dtensor_is_planned_alike_under_no_grad() -> None:
+    """Under `no_grad` a DTensor's part requires no gradient: the plan equals a new one in either mode."""
     planner = CachedSavePlanner()
     state = {"t": distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (4,)), [Split(0)]).requires_grad_()}
     for is_recorded in (True, False, True):

@@ -1,4 +1,4 @@
-"""What is kept of a layout, held against wrappers of the writer, planners, a bucket and threads."""
+"""Cached layouts with wrapping storage writers, user planners, a bucket and threads."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def results_of(count: int, offset: int = 0) -> list[WriteResult]:
 
 
 def refer_again(layouts: CachedLayouts) -> ShardResults:
-    """Results of another rank's second save, which are those of the first: pickled, they are a digest."""
+    """The results of another rank's second save, equal to the first: pickled, they are a digest."""
     layouts.refer(results_of(3), FIRST, "")
     again = layouts.refer(results_of(3), SECOND, FIRST)
     assert len(pickle.dumps(again)) < 256
@@ -49,14 +49,14 @@ def refer_again(layouts: CachedLayouts) -> ShardResults:
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
 def test_a_copy_of_results_has_the_results(make: Any) -> None:
-    """A storage writer around ours that copies a rank's results hands on all of them, though no coordinator is here."""
+    """A wrapping storage writer copies a rank's results: the copy pickles with all results."""
     copied = make(refer_again(CachedLayouts()))
     assert list(copied) == results_of(3)
     assert pickle.loads(pickle.dumps(copied)) == results_of(3)
 
 
-def test_a_wrapper_that_replaces_results_is_believed() -> None:
-    """What a storage writer around ours puts in the place of a result goes to the coordinator, and is not kept."""
+def test_results_that_a_wrapper_replaces_are_kept() -> None:
+    """A result that a wrapping storage writer replaces reaches the coordinator, and the layout is not cached."""
     layouts, moved = CachedLayouts(), results_of(1, offset=64)[0]
     first = layouts.refer(results_of(3), FIRST, "")
     layouts.keep(CachedLayout.of(FIRST, "step-1", Metadata({}, storage_data={}), [first], b""))
@@ -69,8 +69,8 @@ def test_a_wrapper_that_replaces_results_is_believed() -> None:
     assert layouts.save_id == ""
 
 
-def test_paths_that_have_changed_places_are_others() -> None:
-    """Names that exchange their paths, in the order of the paths, are another planner's data."""
+def test_exchanged_paths_are_different_planner_data() -> None:
+    """Planner data in which two names exchange their paths is not the same."""
     one, other = ("a", "x"), ("b", "y")
     kept = PlannerData({"first": one, "second": other})
     assert kept.is_same({"first": one, "second": other})
@@ -78,10 +78,10 @@ def test_paths_that_have_changed_places_are_others() -> None:
 
 
 @pytest.mark.parametrize("own_prefix", [False, True])
-def test_nodes_are_asked_for_what_they_can_have(tmp_path: Path, own_prefix: bool) -> None:
-    """With a part of `.metadata` for the bucket that names the save, nodes are sent it; else they take their own.
+def test_nodes_reuse_the_metadata_of_a_cached_layout(tmp_path: Path, own_prefix: bool) -> None:
+    """The second save of a layout reuses the nodes' metadata, unless the bucket's part names the save.
 
-    Either way what the bucket gets of a kept layout is as small as what the first save gave it.
+    Either way the bucket's metadata is about as small as that of the first save.
     """
     world, layouts, sizes, asked = World(8, 64, ranks_per_node=1), CachedLayouts(), [], []
     for save_id in (FIRST, SECOND):
@@ -112,8 +112,8 @@ def test_nodes_are_asked_for_what_they_can_have(tmp_path: Path, own_prefix: bool
 def test_a_caller_may_change_what_a_save_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_degraded: bool
 ) -> None:
-    """The next save of that layout is not touched by it: neither what it returns, nor what lies on disk."""
-    if is_degraded:  # some copy is late, so the metadata itself goes to the ranks
+    """A caller changes the returned metadata: the next save of that layout returns and writes the original values."""
+    if is_degraded:  # a copy is late, so the ranks get the metadata itself
         monkeypatch.setattr(SavedMetadata, "of", lambda *_: None)
     writer, wanted = ReplicatedWriter(tmp_path, copies=1), []
     for number in range(3):
@@ -128,21 +128,23 @@ def test_a_caller_may_change_what_a_save_returned(
 
 
 class Remark:
-    """What a planner of the user's keeps with the checkpoint; no reader knows the class."""
+    """Planner data of a user's class that no reader knows."""
 
     words = "kept"
 
 
 class RemarkingPlanner(DefaultSavePlanner):
-    """Keeps a remark."""
+    """Stores a `Remark` in the metadata."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         return plans, replace(metadata, planner_data=Remark())
 
 
-def test_what_a_foreign_planner_keeps_is_returned(tmp_path: Path) -> None:
-    """`.metadata` with a class of the user's is not read without leave; every rank is told of it."""
+def test_planner_data_of_a_users_class_is_returned(tmp_path: Path) -> None:
+    """Planner data of a user's class is returned by the save and sent to the ranks. A load would not decode the class
+    by default.
+    """
     writer = ReplicatedWriter(tmp_path, copies=1)
     planner = RemarkingPlanner(flatten_state_dict=False)
     found = dcp.save({"x": torch.ones(2)}, checkpoint_id="a", storage_writer=writer, planner=planner, no_dist=True)
@@ -152,8 +154,8 @@ def test_what_a_foreign_planner_keeps_is_returned(tmp_path: Path) -> None:
     assert pickle.loads(told[0]).planner_data.words == "kept"
 
 
-def test_two_threads_look_at_what_a_save_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both read it, at the same time, and both get it."""
+def test_two_threads_read_the_returned_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads read the returned metadata at once: both get the entries."""
     dcp.save({"x": torch.ones(2)}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1), no_dist=True)
     store, both, read = LocalStore(tmp_path), Barrier(2, timeout=10), saved_metadata._read_metadata
 

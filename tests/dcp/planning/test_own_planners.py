@@ -1,4 +1,4 @@
-"""Programs with planners and writers of their own: what they change in one save is in that one, as with stock's planner."""
+"""User-defined planners and writers: a change in one save applies to that save only, as with stock's planner."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed")]
 
 
 class Skips(CachedSavePlanner):
-    """Leaves an item out of every plan."""
+    """Omits an item from every local plan."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -26,7 +26,7 @@ class Skips(CachedSavePlanner):
 
 
 class Tags(CachedSavePlanner):
-    """Puts something new into every plan."""
+    """Adds a new value to every local plan's `planner_data`."""
 
     step = 0
 
@@ -37,7 +37,7 @@ class Tags(CachedSavePlanner):
 
 
 class SkipsLater(CachedSavePlanner):
-    """Leaves an item out of the global plan."""
+    """Omits an item from the global plan."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -46,7 +46,7 @@ class SkipsLater(CachedSavePlanner):
 
 
 class Marks(DefaultSavePlanner):
-    """Gives DCP's objects attributes of its own."""
+    """Sets attributes on DCP's metadata objects."""
 
     step = 0
 
@@ -59,7 +59,7 @@ class Marks(DefaultSavePlanner):
 
 
 class ChangesOne(ReplicatedWriter):
-    """Takes an entry out of one checkpoint's metadata, and adds a note to it."""
+    """Removes an entry from one checkpoint's metadata, and adds a note."""
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         if self.checkpoint_id == "step-2":
@@ -69,7 +69,7 @@ class ChangesOne(ReplicatedWriter):
 
 
 def saved(writer: ReplicatedWriter, planner: DefaultSavePlanner) -> list[Metadata]:
-    """The `.metadata` of four saves of the same state, as stock torch reads it."""
+    """The `.metadata` of four saves with the same layout, as stock torch reads it."""
     found = []
     for step in range(1, 5):
         state = {"kept": torch.full((3,), float(step)), "skipped": torch.ones(2)}
@@ -80,23 +80,21 @@ def saved(writer: ReplicatedWriter, planner: DefaultSavePlanner) -> list[Metadat
 
 
 @pytest.mark.parametrize("planner", [Skips, SkipsLater])
-def test_what_a_subclass_leaves_out_is_left_out_of_every_save(tmp_path: Path, planner: type[CachedSavePlanner]) -> None:
-    """Plans that are kept bring nothing back that a planner of the user's leaves out."""
+def test_an_item_that_a_subclass_omits_is_in_no_save(tmp_path: Path, planner: type[CachedSavePlanner]) -> None:
+    """An item that a planner's subclass omits is missing from every save: cached plans do not restore it."""
     for metadata in saved(ReplicatedWriter(tmp_path, copies=1), planner()):
         assert list(metadata.state_dict_metadata) == ["kept"]
 
 
-def test_what_a_subclass_puts_into_a_plan_is_that_of_the_save(tmp_path: Path) -> None:
-    """`planner_data` of a planner of the user's is that of the save under way, and none that was kept."""
+def test_planner_data_of_a_subclass_is_that_of_the_save(tmp_path: Path) -> None:
+    """`planner_data` of a planner's subclass is that of the current save, not a cached one."""
     found = saved(ReplicatedWriter(tmp_path, copies=1), Tags())
     assert [metadata.planner_data["tag"] for metadata in found] == [("tag", str(step)) for step in range(1, 5)]
 
 
 @pytest.mark.parametrize("planner", [CachedSavePlanner, DefaultSavePlanner])
-def test_what_a_writer_changes_in_one_save_is_not_in_the_next(
-    tmp_path: Path, planner: type[DefaultSavePlanner]
-) -> None:
-    """A writer of the user's that changes one save's plan has not changed the plan that is kept."""
+def test_a_writers_change_of_one_save_is_not_in_the_next(tmp_path: Path, planner: type[DefaultSavePlanner]) -> None:
+    """A writer's subclass changes one save's metadata: the next saves have the original entries."""
     found = saved(ChangesOne(tmp_path, copies=1), planner())
     assert [sorted(metadata.state_dict_metadata) for metadata in found] == [
         ["kept"] if step == 2 else ["kept", "skipped"] for step in range(1, 5)
@@ -104,8 +102,8 @@ def test_what_a_writer_changes_in_one_save_is_not_in_the_next(
     assert ["note" in metadata.planner_data for metadata in found] == [step == 2 for step in range(1, 5)]
 
 
-def test_attributes_of_a_planners_own_are_those_of_the_save(tmp_path: Path) -> None:
-    """They are no fields, so `==` does not see that they have changed."""
+def test_attributes_that_a_planner_sets_are_those_of_the_save(tmp_path: Path) -> None:
+    """Attributes that a planner sets on the metadata are those of the current save, although `==` ignores them."""
     found = saved(ReplicatedWriter(tmp_path, copies=1), Marks())
     assert [vars(metadata)["mark"] for metadata in found] == [1, 2, 3, 4]
     assert [vars(metadata.state_dict_metadata["kept"])["mark"] for metadata in found] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What stays from one decision to the next is told once: whoever does not have it makes it be told again."""
+"""Parts of a decision that stay the same are sent once: a rank that lacks them makes the coordinator send them again."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ LARGE = [f"node-{random.Random(number).random()}" for number in range(1000)]
 
 
 class Ranks:
-    """Ranks on one store. Each call makes their boards anew, as DCP's does; what they keep is of the process group."""
+    """Ranks on one store. Each call creates new blackboards, as DCP's calls do. The caches belong to the process group."""
 
     def __init__(self, ranks: int = RANKS) -> None:
         self.store = dist.HashStore()
@@ -28,7 +28,9 @@ class Ranks:
         return [Blackboard(self.store, rank, count, kept=kept) for rank, kept in enumerate(self.kept)]
 
     def call(self, fields: Mapping[str, Any], stays: Sequence[str] = ("nodes",)) -> int:
-        """One save: all ranks post, the coordinator decides, all learn just that. Returns the bytes that each read."""
+        """One save: all ranks post, the coordinator decides, and all ranks get that decision. Returns the bytes that
+        each rank read.
+        """
         boards = self.boards()
         nonces = [board.post("save", {"rank": rank}) for rank, board in enumerate(boards)]
         boards[0].decide("save", boards[0].posts("save", 5.0), fields, stays=stays)
@@ -37,16 +39,16 @@ class Ranks:
         return len(self.store.get("save/decision"))
 
 
-def test_what_stays_is_told_once() -> None:
-    """A part of the decision that is the same in the next save is a digest there."""
+def test_an_unchanged_part_is_sent_once() -> None:
+    """A part of the decision that is the same in the next save is sent as a digest."""
     ranks = Ranks()
     whole = ranks.call({"nodes": LARGE, "id": "a"})
     assert whole > PACKED_FROM_BYTES
     assert [ranks.call({"nodes": LARGE, "id": name}) < 100 for name in "bcd"] == [True] * 3
 
 
-def test_what_changes_is_told_again() -> None:
-    """A part that has changed is sent whole, also where it changes back."""
+def test_a_changed_part_is_sent_again() -> None:
+    """A part that has changed is sent completely, also when it changes back."""
     ranks = Ranks()
     ranks.call({"nodes": LARGE, "id": "a"})
     assert ranks.call({"nodes": LARGE[1:], "id": "b"}) > PACKED_FROM_BYTES
@@ -55,8 +57,8 @@ def test_what_changes_is_told_again() -> None:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_that_has_nothing_is_told_all(rank: int) -> None:
-    """As one that failed before it read the last decision; so is a coordinator that has none."""
+def test_a_rank_with_an_empty_cache_gets_a_complete_decision(rank: int) -> None:
+    """A rank, or the coordinator, with an empty cache makes the next decision complete."""
     ranks = Ranks()
     ranks.call({"nodes": LARGE, "id": "a"})
     ranks.kept[rank] = CachedDecisions()
@@ -64,8 +66,10 @@ def test_a_rank_that_has_nothing_is_told_all(rank: int) -> None:
     assert ranks.call({"nodes": LARGE, "id": "c"}) < 100
 
 
-def test_a_rank_that_missed_one_is_told_all() -> None:
-    """It has an older decision than the others: its own fields of that must not come back."""
+def test_a_rank_that_missed_a_decision_gets_a_complete_one() -> None:
+    """A rank with an older decision than the others makes the next decision complete, and does not reuse its old
+    fields.
+    """
     ranks = Ranks()
     ranks.call({"nodes": LARGE, "id": "a"})
     missed, ranks.kept[1] = ranks.kept[1], CachedDecisions()
@@ -74,15 +78,15 @@ def test_a_rank_that_missed_one_is_told_all() -> None:
     assert ranks.call({"nodes": LARGE[1:], "id": "c"}) > PACKED_FROM_BYTES
 
 
-def test_a_small_decision_is_as_before() -> None:
-    """Small jobs keep nothing, and their posts say nothing of it."""
+def test_a_small_decision_is_not_cached() -> None:
+    """A small decision is not cached, and the posts mention no cache."""
     ranks = Ranks()
     assert ranks.call({"nodes": LARGE[:9], "id": "a"}) == ranks.call({"nodes": LARGE[:9], "id": "b"})
     assert [dict(kept.describe_known("save")) for kept in ranks.kept] == [{}] * RANKS
 
 
 def test_topics_do_not_mix() -> None:
-    """What a load was told does not take the place of what saves keep."""
+    """The decision of a load does not replace the cached one of saves."""
     ranks = Ranks()
     ranks.call({"nodes": LARGE, "id": "a"})
     boards = ranks.boards()
@@ -95,8 +99,8 @@ def test_topics_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"as": "0" * 32}, {"as": 7}, {"stays": ["gone"]}, {"stays": "id"}, {"stays": [[]]}])
-def test_what_cannot_be_completed_is_no_decision(fields: Mapping[str, Any]) -> None:
-    """A decision that refers to one that this rank has not is refused, and none is made up."""
+def test_a_decision_that_cannot_be_completed_is_refused(fields: Mapping[str, Any]) -> None:
+    """A decision that refers to a cached one that this rank lacks raises PeerProtocolError."""
     boards = Ranks().boards()
     nonces = [board.post("save", {}) for board in boards]
     boards[0].decide("save", boards[0].posts("save", 5.0), {"id": "a", **fields})
@@ -105,7 +109,7 @@ def test_what_cannot_be_completed_is_no_decision(fields: Mapping[str, Any]) -> N
 
 
 def test_decisions_of_a_job() -> None:
-    """1,024 ranks on 128 nodes: the second decision is what it would be, and below 1 KiB."""
+    """1,024 ranks on 128 nodes: the second decision is equal to the original and takes under 1 KiB."""
     world = World(1024, 1024, 8)
     ranks, told = Ranks(2), decide(posts(world), 2, "0" * 32)
     sizes = []

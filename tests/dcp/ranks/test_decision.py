@@ -1,4 +1,4 @@
-"""The decision about a save: what follows from what the ranks posted."""
+"""The decision about a save, as it follows from the posts of the ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ def post(node: str, **changes: str | None) -> SavePost:
 
 
 def test_ranks_of_one_store_are_one_node() -> None:
-    """Nodes come in rank order, unequal numbers of ranks and all, and the decision survives the blackboard."""
+    """Ranks with one store are one node, nodes are in rank order, and the decision survives JSON."""
     decision = decide([post("a"), post("a"), post("b"), post("a")], 2, "0" * 32)
     assert [node.node_id for node in decision.nodes] == ["a", "b"]
     assert [decision.node_of(rank).node_id for rank in range(4)] == ["a", "a", "b", "a"]
@@ -37,7 +37,7 @@ def test_ranks_of_one_store_are_one_node() -> None:
 
 
 def test_differing_ids_are_listed_by_rank() -> None:
-    """The error says who said what, and how ranks come to one id."""
+    """The error lists each rank's id, and the hint explains how ranks agree on one."""
     with pytest.raises(CheckpointIdMismatch, match="rank 1: 'step-2'") as raised:
         decide([post("a"), replace(post("b"), checkpoint_id="step-2")], 2, "0" * 32)
     assert raised.value.id_by_rank == {0: "step-1", 1: "step-2"}
@@ -57,7 +57,7 @@ def test_differing_ids_are_listed_by_rank() -> None:
     ],
 )
 def test_ranks_must_want_one_save(name: str, value: Any) -> None:
-    """Not one with fewer copies, or without the bucket, on some ranks: the error says which ranks want what."""
+    """Ranks with different options raise ConfigInvalid, which lists the values by rank."""
     config = WriterConfig("/nvme", 2, "peer", None, "warn", overwrite=False)
     wanted = [config, replace(config, **{name: value}), config]
     posts = [replace(post(node), wants=describe_wanted(each)) for node, each in zip("abc", wanted, strict=True)]
@@ -68,8 +68,8 @@ def test_ranks_must_want_one_save(name: str, value: Any) -> None:
     assert str(raised.value).startswith(f"The ranks ask for different saves: {told}.")
 
 
-def test_what_is_a_nodes_own_may_differ() -> None:
-    """Its root, its domain, how it writes, and whether a rank takes the coordinator's id."""
+def test_options_of_one_node_may_differ() -> None:
+    """The root, the domain, direct I/O and `checkpoint_id_from` may differ between ranks."""
     config = WriterConfig("/nvme", 2, "peer", None, "warn", overwrite=False)
     other = replace(config, root="/disk", domain="rack", direct_io="off", checkpoint_id_from="coordinator")
     assert describe_wanted(config) == describe_wanted(other)
@@ -77,7 +77,7 @@ def test_what_is_a_nodes_own_may_differ() -> None:
 
 @pytest.mark.parametrize("other_host", [True, False])
 def test_a_cloned_store_is_noticed(other_host: bool) -> None:
-    """Two stores with one identity would take each other's copies for their own; they are refused, on one host or two."""
+    """Two stores with one identity, on one host or two, are refused: each would count the other's copies as its own."""
     clone = post("a", boot_id="another") if other_host else post("a", store_inode="another")
     clone = replace(
         clone, node=replace(clone.node, address=replace(clone.node.address, token="another"), root="/my disk")
@@ -89,14 +89,14 @@ def test_a_cloned_store_is_noticed(other_host: bool) -> None:
 
 
 def test_an_agent_that_was_restarted_between_two_posts_is_no_clone() -> None:
-    """Same host and same store, another token: the same node."""
+    """Two posts with the same host and store but different tokens are one node."""
     again = post("a")
     again = replace(again, node=replace(again.node, address=replace(again.node.address, token="another")))
     assert len(decide([post("a"), again], 2, "0" * 32).nodes) == 1
 
 
-def test_weaknesses_are_said_in_words() -> None:
-    """Too few nodes, a domain that two buddies share, and a store that is a shared file system."""
+def test_weaknesses_are_described() -> None:
+    """The weaknesses list too few nodes, a failure domain that buddies share, and a store on a shared file system."""
     one = [post("a"), post("a", boot_id="another host")]
     found = list_weaknesses(decide(one, 2, "0" * 32), 2, one)
     assert any("2 copies are wanted" in text for text in found)
@@ -111,8 +111,10 @@ def on_hosts(boots: str) -> list[SavePost]:
     return [post(f"n{number}", boot_id=boot) for number, boot in enumerate(boots)]
 
 
-def test_a_disk_for_each_rank_has_its_copies_on_another_host() -> None:
-    """Without domains: the buddy is on another host, and so is the node that takes its place; nothing is warned of."""
+def test_copies_of_several_nodes_per_host_are_on_another_host() -> None:
+    """Several nodes per host without domains: a node's buddy, and the node that replaces a lost buddy, are on another
+    host. There is no warning.
+    """
     posts = on_hosts("aabbcc")
     decision = decide(posts, 2, "0" * 32)
     boots = {node.node_id: node.boot_id for node in decision.nodes}
@@ -126,7 +128,9 @@ def test_a_disk_for_each_rank_has_its_copies_on_another_host() -> None:
 
 @pytest.mark.parametrize(("boots", "hosts", "weak"), [("aaaa", "1 host", 4), ("aaab", "2 hosts", 2)])
 def test_copies_on_one_host_are_warned_of(boots: str, hosts: str, weak: int) -> None:
-    """With the number of hosts, and the way to name domains; where the user has named them, they count."""
+    """Copies that must share a host give a warning with the number of hosts and the way to name domains. Named domains
+    suppress the warning.
+    """
     posts = on_hosts(boots)
     (said,) = list_weaknesses(decide(posts, 2, "0" * 32), 2, posts)
     assert said.startswith(f"the 4 nodes of this save are on {hosts}. For the shards of {weak} nodes, two copies")
@@ -136,6 +140,5 @@ def test_copies_on_one_host_are_warned_of(boots: str, hosts: str, weak: int) -> 
 
 
 def test_a_receipt_survives_the_blackboard() -> None:
-    """What a rank wrote comes back as it was."""
     receipt = Receipt((ShardReceipt("__0_0.distcp", 5, 7, ("a", "b")),))
     assert Receipt.from_json(receipt.to_json()) == receipt

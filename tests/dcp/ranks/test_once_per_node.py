@@ -1,4 +1,4 @@
-"""A large decision goes from the c10d store to one rank of each node: the others find it in their agent's directory."""
+"""One rank per node reads a large decision from the c10d store. The others find it in their agent's directory."""
 
 import hashlib
 import os
@@ -16,13 +16,13 @@ from replicated_ckpt.stores.files.locks import exclusive
 from tests.dcp.ranks.test_scale import CountingStore
 
 RANKS_OF_A_NODE = 4
-LARGE = {"what": os.urandom(20_000).hex()}  # it is compressed to half of that
+LARGE = {"what": os.urandom(20_000).hex()}  # compresses to half of that
 RAW = b"what was decided"
 DIGEST = hashlib.sha256(RAW).hexdigest()
 
 
 class Job:
-    """Ranks of two nodes on one c10d store; a save, or a load, in which the coordinator decides `fields`."""
+    """Ranks of two nodes on one c10d store. The coordinator decides `fields`."""
 
     def __init__(self, base: Path) -> None:
         self.store = CountingStore()
@@ -35,7 +35,7 @@ class Job:
             node.mkdir()
 
     def decide(self, fields: dict[str, str]) -> int:
-        """How often the decision was read from the store; every rank has it."""
+        """Gives every rank the decision. Returns how often it was read from the store."""
         nonces = [board.post("load", {}) for board in self.boards]
         self.boards[0].decide("load", self.boards[0].posts("load", 5.0), fields)
         self.store.calls.clear()
@@ -45,7 +45,7 @@ class Job:
 
         with ThreadPoolExecutor(len(nonces)) as pool:
             assert list(pool.map(read, range(len(nonces)))) == [fields] * len(nonces)
-        return self.store.calls["get"] - len(nonces)  # each reads its own note as well
+        return self.store.calls["get"] - len(nonces)  # each rank also reads its own note
 
     def left(self) -> Sequence[bool]:
         return [(node / NAME).exists() for node in self.nodes]
@@ -57,7 +57,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_one_rank_of_each_node_reads_a_large_decision(job: Job) -> None:
-    """Again and again: what was decided before is not taken for it, and one file is left, which others cannot read."""
+    """For each of several decisions, one rank per node reads the store. One file with mode 0600 is left per node."""
     for number in range(3):
         assert job.decide({**LARGE, "number": str(number)}) == len(job.nodes)
         for node in job.nodes:
@@ -66,21 +66,23 @@ def test_one_rank_of_each_node_reads_a_large_decision(job: Job) -> None:
 
 
 def test_a_small_decision_is_left_nowhere(job: Job) -> None:
-    """Each rank reads a small decision for itself: no file of it lies in the agent's directory."""
+    """Every rank reads a small decision from the store, and no file is left."""
     assert job.decide({"what": "little"}) == len(job.boards)
     assert job.left() == [False, False]
 
 
-def test_ranks_of_a_node_whose_directory_is_not_there_read_it_each(job: Job) -> None:
-    """Without a place to leave a large decision each rank of that node reads it; other nodes read it once."""
+def test_each_rank_of_a_node_without_the_directory_reads_it(job: Job) -> None:
+    """Without the agent's directory, every rank of that node reads the store. Other nodes read it once."""
     job.nodes[1].rmdir()
     assert job.decide(LARGE) == 1 + RANKS_OF_A_NODE
     assert job.left() == [True, False]
 
 
 @pytest.mark.parametrize("there", ["other bytes", "a longer file", "a link to it", "a directory", "a fifo"])
-def test_what_is_not_of_the_digest_is_not_believed(tmp_path: Path, there: str) -> None:
-    """This rank fetches, and what it leaves is believed by the next one."""
+def test_a_file_that_does_not_match_the_digest_is_not_used(tmp_path: Path, there: str) -> None:
+    """A file that does not match the digest is not used. The rank reads the store and replaces the file, which the next
+    rank uses.
+    """
     path = tmp_path / NAME
     match there:
         case "other bytes":
@@ -105,10 +107,10 @@ def test_what_is_not_of_the_digest_is_not_believed(tmp_path: Path, there: str) -
     assert len(fetched) == (2 if there == "a directory" else 1)
 
 
-def test_a_rank_that_is_stopped_while_it_fetches_holds_no_other_up(
+def test_a_rank_that_is_stopped_while_it_fetches_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a bounded wait for the rank that holds the lock another one reads for itself."""
+    """A stopped rank holds the lock: after a bounded wait another rank reads the store itself."""
     monkeypatch.setattr(once_per_node, "WAIT_S", 0.1)
     with exclusive(tmp_path):
         assert read_once_per_node(tmp_path, DIGEST, lambda: RAW) == RAW
@@ -116,7 +118,7 @@ def test_a_rank_that_is_stopped_while_it_fetches_holds_no_other_up(
 
 
 def test_a_full_disk_keeps_no_rank_from_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the decision cannot be left for the other ranks each one still gets it."""
+    """On a full disk each rank still gets the decision."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

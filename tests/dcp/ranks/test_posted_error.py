@@ -1,4 +1,4 @@
-"""Errors between ranks: JSON, rebuilt to an equal error, and nothing of what is posted is run."""
+"""Errors that ranks post: they travel as JSON, arrive equal, and no posted code is run."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ STORE_ERROR = ("node a at h:1", "PUT", "/v1/x", "no \u2028 room", "Make room.")
 
 
 def kinds() -> Iterator[type[ReplicatedCkptError]]:
-    """Every class that is defined in `replicated_ckpt.errors`."""
+    """Every error class in `replicated_ckpt.errors`."""
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, ReplicatedCkptError):
             yield kind
@@ -46,7 +46,7 @@ def made(kind: type[ReplicatedCkptError]) -> ReplicatedCkptError:
 
 @pytest.mark.parametrize("kind", list(kinds()))
 def test_every_error_arrives_as_it_was_raised(kind: type[ReplicatedCkptError]) -> None:
-    """Class, text, hint, and each typed attribute are the same at the rank that reads them, after JSON."""
+    """The class, text, hint and attributes of each error are the same after JSON."""
     sent = made(kind)
     found = unpack_error(json.loads(json.dumps(pack_error(sent))))
     assert type(found) is kind
@@ -54,7 +54,7 @@ def test_every_error_arrives_as_it_was_raised(kind: type[ReplicatedCkptError]) -
 
 
 class Narrow(StoreDenied):
-    """As `TokenInvalid` of the agent: the tree's own class is the one above it."""
+    """A subclass outside `replicated_ckpt.errors`, as the agent's `TokenInvalid`."""
 
 
 class Odd(StoreUnavailable):
@@ -63,8 +63,8 @@ class Odd(StoreUnavailable):
         self.args = (number,)
 
 
-def test_other_classes_arrive_as_the_nearest_of_ours() -> None:
-    """A rank raises the same text as the one that failed, also where the class is known to that one alone."""
+def test_other_classes_arrive_as_the_nearest_public_one() -> None:
+    """An error of an unlisted subclass arrives with the same text, as the nearest class in `replicated_ckpt.errors`."""
     sent = Narrow(*STORE_ERROR)
     found = unpack_error(pack_error(sent))
     assert type(found) is StoreDenied
@@ -84,8 +84,8 @@ def test_other_classes_arrive_as_the_nearest_of_ours() -> None:
         {"kind": "CheckpointIdMismatch", "args": [{"map": [[0, "a"], ["b", "c"]]}]},
     ],
 )  # fmt: skip
-def test_what_is_no_error_of_ours_is_refused(fields: Any) -> None:
-    """Only our own classes are made, by name from a list, and only from arguments that they take."""
+def test_other_errors_and_arguments_are_refused(fields: Any) -> None:
+    """Other classes, and arguments that a class does not take, raise PeerProtocolError."""
     with pytest.raises(PeerProtocolError, match="A rank posted"):
         unpack_error(fields)
 
@@ -97,7 +97,7 @@ class Bomb:
 
 @pytest.mark.parametrize("where", ["post", "decision"])
 def test_a_pickle_on_the_blackboard_is_not_opened(where: str) -> None:
-    """Who writes the c10d store of a load makes it fail, and runs nothing in any rank."""
+    """A pickle in a post or decision fails the load with PeerProtocolError, and is not executed."""
     store: Any = dist.HashStore()
     hostile = pickle.dumps(Bomb()).hex()
     own, other = (World(rank, 2, Blackboard(store, rank, 2), "pickles") for rank in (0, 1))
@@ -113,7 +113,7 @@ def test_a_pickle_on_the_blackboard_is_not_opened(where: str) -> None:
             board.decide("load", [{"nonce": "0"}, {"nonce": nonce}], {"error": hostile})
             return nonce
 
-        board.post = answered  # type: ignore[method-assign]  # the answer of whoever got at the store first
+        board.post = answered  # type: ignore[method-assign]  # an attacker's answer
     with pytest.raises(AgreedError) as caught:
         meet(EmptyStore(), reader, "step-1")
     assert isinstance(caught.value.error, PeerProtocolError)

@@ -1,4 +1,4 @@
-"""Whether the processes of other ranks live: real processes, told apart by the kernel alone."""
+"""Detecting the end of other ranks' processes, with real processes."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ def presence(path: Path, rank: int) -> Presence:
 
 @contextmanager
 def announced_child(path: Path, rank: int, name: bytes = b"rank") -> Iterator[int]:
-    """A process of this name that has announced itself; killed at the end, and waited for only then."""
+    """A process of this name that has announced its rank. It is killed, and only then waited for, at the end."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -56,8 +56,10 @@ def announced_child(path: Path, rank: int, name: bytes = b"rank") -> Iterator[in
         os.waitpid(pid, 0)
 
 
-def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> None:
-    """Before anybody has waited for it; and ranks that do not see its host are told by one that does."""
+def test_a_killed_process_is_lost_and_a_stopped_one_is_not(tmp_path: Path) -> None:
+    """A killed process is found before anybody waits for it, and ranks on other hosts learn of it. A stopped process is
+    not reported as lost.
+    """
     elsewhere = Presence(dist.FileStore(str(tmp_path / "store"), RANKS), 2)
     here = presence(tmp_path / "store", 0)
     with announced_child(tmp_path / "store", 1) as pid:
@@ -72,8 +74,8 @@ def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> 
         assert set(elsewhere.find_lost()) == {1}
 
 
-def test_ranks_are_missed_in_the_order_in_which_they_were_noted(tmp_path: Path) -> None:
-    """Not by their numbers: the first one may be why the others have ended."""
+def test_lost_ranks_are_listed_in_the_order_of_detection(tmp_path: Path) -> None:
+    """Lost ranks are listed in the order of their detection, as the first one may have caused the others' end."""
     here = presence(tmp_path / "store", 0)
     for rank in (2, 1):
         with announced_child(tmp_path / "store", rank) as pid:
@@ -88,8 +90,8 @@ def is_missed(here: Presence, rank: int) -> bool:
     return rank in here.find_lost()
 
 
-def test_what_the_first_look_has_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not which ranks have ended upon that by the time at which the coordinator of a load decides."""
+def test_the_error_names_what_the_first_check_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names only the ranks that the first check found, not those that ended as a consequence."""
     monkeypatch.setattr(waiting, "LOOK_AFTER_S", 0.1)
     monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(blackboard, "LINGER_S", 1.0)
@@ -101,8 +103,8 @@ def test_what_the_first_look_has_found_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert next(looks, None) is None
 
 
-def test_a_rank_that_is_stopped_is_named_where_it_is_missed(tmp_path: Path) -> None:
-    """With its process, and how it goes on: its log, to which the other ranks are sent else, says nothing of it."""
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    """A rank that does not post because it is stopped is named with its process, and the hint is to continue it."""
     here = presence(tmp_path / "store", 0)
     board = Blackboard(dist.HashStore(), 0, 2, find_stopped=here.find_stopped)
     board.post("load", {})
@@ -117,7 +119,7 @@ def test_a_rank_that_is_stopped_is_named_where_it_is_missed(tmp_path: Path) -> N
 
 
 def test_a_process_may_have_any_name(tmp_path: Path) -> None:
-    """The kernel cuts it after 15 bytes, in the middle of a letter: no writer could be made, nor a lock be waited for."""
+    """A process name may be any bytes. The kernel cuts it after 15 bytes, even within a character."""
     here = presence(tmp_path / "store", 0)
     with announced_child(tmp_path / "store", 1, "обучение".encode()) as pid:
         assert b"\xd0)" in Path(f"/proc/{pid}/stat").read_bytes()
@@ -128,13 +130,13 @@ def test_a_process_may_have_any_name(tmp_path: Path) -> None:
         assert is_stopped(pid)
 
 
-def test_another_process_with_its_number_is_not_taken_for_it() -> None:
-    """Numbers are used again: this process, said to have started at another time, is gone."""
+def test_another_process_with_the_same_pid_is_told_apart() -> None:
+    """A process with the same pid but another start time counts as ended."""
     assert not Process(0, os.getpid(), "1").lives()
 
 
-def test_a_death_is_noted_once(tmp_path: Path) -> None:
-    """However often it is looked at, the store gets one key for it, and none for those that live."""
+def test_a_lost_rank_is_recorded_once(tmp_path: Path) -> None:
+    """A lost rank adds one key to the store, however often ranks check."""
     store = dist.FileStore(str(tmp_path / "store"), RANKS)
     here = presence(tmp_path / "store", 0)
     with announced_child(tmp_path / "store", 1) as pid:
@@ -149,8 +151,8 @@ def test_a_death_is_noted_once(tmp_path: Path) -> None:
     assert store.num_keys() == keys + 1
 
 
-def test_ranks_that_come_while_two_threads_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One looks at the ranks of this host when the other one learns of a further rank."""
+def test_ranks_that_join_while_two_threads_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread checks the ranks of this host, another one learns of a new rank: neither fails."""
     here = presence(tmp_path / "store", 0)
     come: list[Presence] = []
 
@@ -165,7 +167,7 @@ def test_ranks_that_come_while_two_threads_look(tmp_path: Path, monkeypatch: pyt
 
 
 def look_in_a_fork(root: Path) -> int:
-    """The exit status of a process that is forked from a rank, looks at its checkpoints, and ends."""
+    """The exit status of a forked process that looks up checkpoints and ends."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -180,8 +182,10 @@ def look_in_a_fork(root: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_process_that_is_forked_from_a_rank_is_none(tmp_path: Path) -> None:
-    """A worker of a data loader, or one that evaluates a checkpoint, makes a reader, and ends: its rank lives on."""
+def test_a_process_that_is_forked_from_a_rank_is_no_rank(tmp_path: Path) -> None:
+    """A process forked from a rank, such as a data loader's worker, creates a reader and ends: the rank is not reported
+    as lost.
+    """
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Large metadata reaches every node without passing the coordinator's link for each."""
+"""Large metadata reaches every node without being sent by the coordinator to each."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ SAVE = f"{7:032x}"
 
 
 class Link:
-    """Counts who sends to whom. A transfer takes a moment, so that they overlap."""
+    """Counts the transfers by sender. A transfer takes 2 ms, so that transfers overlap."""
 
     def __init__(self, relay: Relay, broken: frozenset[str] = frozenset()) -> None:
         self.sent: Counter[str] = Counter()
@@ -67,7 +67,9 @@ class Link:
 
 @pytest.mark.parametrize("broken", [0, 50])
 def test_the_coordinator_sends_to_few_of_a_thousand_nodes(broken: int) -> None:
-    """All get it, nobody sends more than two at once, and a node that cannot send keeps nobody from getting it."""
+    """All nodes get the metadata, none sends more than two at once, and a broken sender does not prevent others from
+    getting it.
+    """
     nodes = [f"node {at}" for at in range(999)]
     link = Link(Relay("coordinator"), frozenset(nodes[:broken]))
     FanOut.run(nodes, link.bring).raise_first()
@@ -91,7 +93,7 @@ def manifest_of(addresses: list[AgentAddress], checkpoint_id: str) -> Manifest:
 
 
 def relayed(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> tuple[AgentCluster, list[str]]:
-    """The nodes of these agents, their metadata relayed however small, and who was sent it by the coordinator."""
+    """A cluster of these agents that relays metadata of any size, and the nodes that the coordinator sent it to."""
     addresses = [agent.endpoint.address() for agent in agents]
     sent: list[str] = []
     original: Callable[..., dict[str, object]] = AgentClient.put
@@ -108,12 +110,12 @@ def relayed(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def openers(agents: list[RunningAgent]) -> list[AgentAddress]:
-    """The agents' addresses as the coordinator of a job of their ranks has them."""
+    """The agents' addresses with invitations, as a job's coordinator has them."""
     return [replace(agent.endpoint.address(), token=agent.endpoint.invitation()) for agent in agents]
 
 
 def decided(nodes: AgentCluster, agents: list[RunningAgent], checkpoint_id: str) -> bytes:
-    """Opens the save everywhere and lays its decision into the coordinator's store."""
+    """Opens the save on all nodes and writes its decision into the coordinator's store."""
     nodes.begin(Intent(SAVE, checkpoint_id, "s", overwrite=False))
     manifest = manifest_of([agent.endpoint.address() for agent in agents], checkpoint_id).encode()
     store = LocalStore(agents[0].root)
@@ -122,8 +124,10 @@ def decided(nodes: AgentCluster, agents: list[RunningAgent], checkpoint_id: str)
     return manifest
 
 
-def test_agents_pass_it_on(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node commits the same metadata, and the coordinator did not send it to each; one that hangs is named."""
+def test_agents_relay_the_metadata(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node commits the same metadata, although the coordinator sent it to only some. An unreachable node is
+    reported.
+    """
     nodes, sent = relayed(agents, monkeypatch)
     manifest = decided(nodes, agents, "step-1")
     missing = AgentAddress("f" * 12, "127.0.0.1", 1, "nobody listens")
@@ -136,8 +140,8 @@ def test_agents_pass_it_on(agents: list[RunningAgent], monkeypatch: pytest.Monke
         assert (agent.root / "step-1" / METADATA_NAME).read_bytes() == METADATA
 
 
-def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent]) -> None:
-    """Other bytes than the coordinator's are not kept, and neither is what cannot be believed or is not open."""
+def test_pulled_metadata_is_verified(agents: list[RunningAgent]) -> None:
+    """A pull keeps only bytes with the right checksum. Invalid requests, unknown peers and unopened saves are refused."""
     source, target = agents[0].endpoint.address(), agents[1]
     save = f"{8:032x}"
     with agents[0].client() as client:
@@ -150,7 +154,7 @@ def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent])
     wanted = {"from": source.node_id, "size_bytes": len(METADATA), "crc32c": crc32c(METADATA)}
     with target.client() as client:
         with pytest.raises(SaveAborted):
-            client.call("POST", f"/v1/saves/{save}/pull", wanted)  # not open there
+            client.call("POST", f"/v1/saves/{save}/pull", wanted)  # the save is not open there
         dead = replace(source, node_id="f" * 12, port=1)
         peers = [source.to_json(), dead.to_json()]
         document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "peers": peers}
@@ -177,10 +181,8 @@ def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent])
         assert (staging / METADATA_NAME).read_bytes() == METADATA
 
 
-def test_a_node_whose_answer_makes_no_sense_is_named(
-    agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The save is decided by then: what one node says takes nothing from what the others have published."""
+def test_a_node_with_an_invalid_answer_is_named(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node answers a commit with nonsense: it is reported as an error, and the other nodes' commits count."""
     nodes, _ = relayed(agents, monkeypatch)
     manifest = decided(nodes, agents, "strange")
     call, strange = AgentClient.call, agents[1].endpoint.node_id

@@ -1,4 +1,4 @@
-"""What something else writes to the c10d store, or puts back there, ends a call by name and answers no rank."""
+"""Foreign or replayed values on the c10d store fail a call with a named error, and never answer a rank."""
 
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ class Job:
         self.boards = [Blackboard(self.store, rank, 3) for rank in range(3)]
 
     def call(self, topic: str = "load", fields: dict[str, Any] = LARGE) -> list[Any]:
-        """What each rank gets of one call, or its error."""
+        """What each rank gets from one call, or its error."""
         nonces = [board.post(topic, {"rank": rank}) for rank, board in enumerate(self.boards)]
         return self.answered(topic, nonces, fields)
 
@@ -46,7 +46,7 @@ class Job:
 
 
 def test_each_call_gets_its_own_decision() -> None:
-    """Small or large, in saves and loads."""
+    """Each call of a save or load gets its own decision, small or large."""
     job = Job()
     for number in range(3):
         assert job.call(fields={**LARGE, "number": number}) == [{**LARGE, "number": number}] * 3
@@ -54,8 +54,8 @@ def test_each_call_gets_its_own_decision() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\x80\x04.", b'{"no": 1}', b"[" * 3000, b"x\x9c"])
-def test_what_is_no_post_is_an_error_of_all_ranks(raw: bytes) -> None:
-    """Bytes that are no post end a call soon, with a typed error on every rank."""
+def test_bytes_that_are_no_post_fail_all_ranks(raw: bytes) -> None:
+    """Bytes that are no post raise PeerProtocolError on every rank without waiting for the time-out."""
     job = Job()
     nonces = [board.post("load", {}) for board in job.boards]
     job.store.set("load/2", raw)
@@ -65,14 +65,14 @@ def test_what_is_no_post_is_an_error_of_all_ranks(raw: bytes) -> None:
 
 
 def replayed(job: Job, values: dict[str, bytes]) -> None:
-    """What was on the store of an earlier run of the job is put back."""
+    """Writes values of an earlier run into the job's store."""
     for key, value in values.items():
         job.store.set(key, value)
 
 
 @pytest.mark.parametrize("outcome", [{"survey": "old"}, {"error": pack_error(RendezvousFailed("too late"))}])
-def test_an_old_note_is_no_decision_of_this_run(outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back, what an earlier run told a rank that came late makes the call fail, and no more."""
+def test_a_replayed_note_is_no_decision_of_this_run(outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed note for a late rank can make one call fail. It cannot supply a decision, and the next call succeeds."""
     monkeypatch.setattr(waiting, "LINGER_S", 0.1)
     earlier, keys = Job(), ("load/absent/1", "load/decision")
     for rank in (0, 2):
@@ -91,8 +91,8 @@ def test_an_old_note_is_no_decision_of_this_run(outcome: dict[str, Any], monkeyp
     assert job.answered("load", nonces, {"survey": "new"}) == [{"survey": "new"}] * 3
 
 
-def test_an_old_decision_answers_no_post_of_this_run() -> None:
-    """The notes of an earlier run are about its nonces, and each post draws one."""
+def test_a_replayed_decision_answers_no_post_of_this_run() -> None:
+    """A replayed decision is ignored, as it refers to the nonces of the earlier run's posts."""
     earlier, job = Job(), Job()
     earlier.call(fields={"survey": "old"})
     replayed(job, {key: earlier.store.get(key) for key in ("load/decided/1", "load/decision")})
@@ -100,8 +100,8 @@ def test_an_old_decision_answers_no_post_of_this_run() -> None:
         job.boards[1].decision("load", job.boards[1].post("load", {"rank": 1}), 0.2)
 
 
-def test_an_old_post_takes_part_in_no_decision_that_its_rank_acts_on(stopwatch: Stopwatch) -> None:
-    """Put back, it is read in the place of the rank's own post; the rank sees that soon, and its call fails by name."""
+def test_a_replayed_post_fails_its_rank_soon(stopwatch: Stopwatch) -> None:
+    """A replayed post replaces a rank's own: that rank raises PeerProtocolError soon, and does not act on the decision."""
     earlier, job = Job(), Job()
     earlier.call("save")
     nonces = [board.post("save", {"rank": rank}) for rank, board in enumerate(job.boards)]
@@ -114,8 +114,8 @@ def test_an_old_post_takes_part_in_no_decision_that_its_rank_acts_on(stopwatch: 
     assert stopwatch.now() - began < 10
 
 
-def test_a_post_that_was_taken_away_fails_its_rank_soon() -> None:
-    """Before a decision and without one: who can write the store makes a call fail, and by no wait to its time-out."""
+def test_a_deleted_post_fails_its_rank_soon() -> None:
+    """A rank whose post was deleted raises PeerProtocolError before its time-out."""
     job = Job()
     nonce = job.boards[1].post("load", {"rank": 1})
     job.store.delete_key("load/1")
@@ -123,8 +123,8 @@ def test_a_post_that_was_taken_away_fails_its_rank_soon() -> None:
         job.boards[1].decision("load", nonce, 30.0)
 
 
-def test_a_rank_that_waits_long_reads_its_own_post_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow coordinator is waited for; a large post is known again, and is looked at after twice the time each."""
+def test_a_waiting_rank_checks_its_own_post_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting rank checks its own post at intervals that double, and recognizes a large one."""
     job = Job()
     monkeypatch.setattr(waiting, "LOOK_AFTER_S", 0.05)
     monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)

@@ -1,4 +1,4 @@
-"""What a coordinator does grows with ranks and nodes, not with their square: counted in messages and in steps of Python."""
+"""The coordinator's work grows linearly with ranks and nodes, counted in messages and bytecode steps."""
 
 import sys
 from collections import Counter
@@ -28,12 +28,12 @@ SAVE = f"{5:032x}"
 
 
 def world_of(ranks: int) -> World:
-    """One rank a node, the worst there is, and one item each."""
+    """One rank per node, the worst case, with one item each."""
     return World(ranks, ranks, ranks_per_node=1)
 
 
 def executed(step: Callable[[], object]) -> int:
-    """How many steps of the bytecode interpreter it takes."""
+    """The number of bytecode steps that a call executes."""
     count = 0
 
     def counted(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def executed(step: Callable[[], object]) -> int:
         return counted
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of no opcode before a frame asks for them
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces no opcodes before a frame asks for them
     sys.settrace(counted)
     try:
         step()
@@ -119,13 +119,13 @@ def finished(world: World, decision: SaveDecision, tmp_path: Path) -> WillingNod
 def test_four_times_the_nodes_take_four_times_the_steps(
     step: Callable[[int, Path], Callable[[], object]], tmp_path: Path
 ) -> None:
-    """Each step of a save or load walks through ranks and nodes, never through all nodes for each of them."""
+    """Four times the nodes take at most 1.3 times four times the steps to decide, finish or survey."""
     few, many = (executed(step(ranks, tmp_path)) for ranks in (SMALL, LARGE))
     assert many < 1.3 * few * LARGE / SMALL
 
 
 class CountingStore:
-    """A c10d store that counts the calls of each kind; each is a round trip, whatever the number of keys."""
+    """A c10d store that counts calls by method. Each call is a round trip, whatever the number of keys."""
 
     def __init__(self, *, is_extended: bool = True) -> None:
         self.calls: Counter[str] = Counter()
@@ -146,8 +146,8 @@ def boards(ranks: int, store: CountingStore) -> list[Blackboard]:
 
 
 @pytest.mark.parametrize("ranks", [SMALL, LARGE])
-def test_posts_and_decision_take_as_many_round_trips_for_any_number_of_ranks(ranks: int) -> None:
-    """The coordinator reads all posts at once, and tells all ranks at once."""
+def test_round_trips_do_not_grow_with_ranks(ranks: int) -> None:
+    """The coordinator reads all posts and answers all ranks in at most six round trips."""
     store = CountingStore()
     ranked = boards(ranks, store)
     nonces = [board.post("save", {"rank": rank}) for rank, board in enumerate(ranked)]
@@ -161,8 +161,8 @@ def test_posts_and_decision_take_as_many_round_trips_for_any_number_of_ranks(ran
     ] * ranks
 
 
-def test_who_waits_for_a_decision_reads_it_once() -> None:
-    """An earlier decision, which may be large, is not read again and again until the next is there."""
+def test_a_waiting_rank_does_not_read_the_earlier_decision() -> None:
+    """A waiting rank does not read the earlier decision, which may be large."""
     store = CountingStore()
     first, second = boards(2, store)
     old = [board.post("load", {}) for board in (first, second)]
@@ -177,7 +177,7 @@ def test_who_waits_for_a_decision_reads_it_once() -> None:
 
 
 class Watched:
-    """Notes which keys are read."""
+    """Records which keys are read."""
 
     def __init__(self, store: Any, read: list[Any]) -> None:
         self._store, self._read = store, read
@@ -193,8 +193,10 @@ class Watched:
 
 
 @pytest.mark.parametrize("is_extended", [True, False])
-def test_an_earlier_post_is_waited_out_and_who_is_missing_is_named(is_extended: bool) -> None:
-    """With a store that reads many keys at once, and with one that does not."""
+def test_earlier_posts_are_ignored_and_missing_ranks_are_named(is_extended: bool) -> None:
+    """The coordinator ignores posts of an earlier call and names the missing ranks, with and without a store that reads
+    many keys at once.
+    """
     store = CountingStore(is_extended=is_extended)
     ranked = boards(3, store)
     stale = [board.post("load", {"call": 1}) for board in ranked]

@@ -34,7 +34,7 @@ TIMEOUT_S = 60.0
 
 
 def test_a_forked_process_is_a_session_of_its_own() -> None:
-    """A trainer that forks its ranks after the import: no rank may take another's saves for its own earlier ones."""
+    """A forked process has its own session, so that no rank treats another's saves as its own."""
     world = World(0, 1, None)
     here = world.session
     reading, writing = os.pipe()
@@ -51,14 +51,14 @@ def test_a_forked_process_is_a_session_of_its_own() -> None:
 
 
 class Groups:
-    """Stands for the groups of a job."""
+    """Fake of a job's groups."""
 
     def __init__(self) -> None:
         self.groups, self.in_use = ["a group"], {0}
 
 
-def test_what_was_made_before_the_groups_were_destroyed_says_so() -> None:
-    """A group lives as long as the job's, and not as long as what borrowed it; giving it back later is no error."""
+def test_a_pooled_group_of_destroyed_groups_raises() -> None:
+    """After the job's groups were destroyed, a pooled group raises ConfigInvalid. Closing it is no error."""
     pool: Any = Groups()
     pooled = PooledGroup(pool, 0)
     assert pooled.group == "a group"
@@ -71,7 +71,7 @@ def test_what_was_made_before_the_groups_were_destroyed_says_so() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that are as short as a test wants them."""
+    """Shortens the waits to 0.1 s."""
     for module, name in (
         (waiting, "LOOK_AFTER_S"),
         (waiting, "LOOK_EVERY_S"),
@@ -87,7 +87,7 @@ def boards(store: Any, size: int, find_lost: Callable[[], Sequence[int]] = tuple
 
 @pytest.mark.parametrize("release", ["0 0.0.1", "2 9.0.0", None])
 def test_ranks_of_another_protocol_are_refused(release: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what they post, before anything in it is understood: a load went on without what lies on their nodes."""
+    """A rank of another protocol version fails the call on all ranks, before its post is interpreted."""
     here = boards(dist.HashStore(), 2)
     nonces = [here[0].post("load", {})]
     monkeypatch.setattr(blackboard, "RELEASE", release)
@@ -103,8 +103,10 @@ def test_ranks_of_another_protocol_are_refused(release: str | None, monkeypatch:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_failed_rank_is_told_of_without_waiting_for_a_late_one(stopwatch: Stopwatch) -> None:
-    """The error of one does not wait for another; who comes later learns it then, and the next call goes as ever."""
+def test_a_failure_is_reported_without_waiting_for_a_late_rank(stopwatch: Stopwatch) -> None:
+    """A rank's error reaches the others without waiting for a late rank. The late rank gets it later, and the next call
+    succeeds.
+    """
     first, second, late = boards(dist.HashStore(), 3)
     nonces = [first.post("load", {}), second.post("load", {"error": "full disk"})]
     posts, problem = first.collect("load", 30.0)
@@ -128,7 +130,7 @@ def test_a_failed_rank_is_told_of_without_waiting_for_a_late_one(stopwatch: Stop
 
 @pytest.mark.usefixtures("quick")
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    """Neither by the coordinator nor, if it is the coordinator, by the others."""
+    """The coordinator does not wait for a rank that has ended, nor do ranks wait for a coordinator that has ended."""
     store = dist.HashStore()
     first, second, _ = boards(store, 3, lambda: [2])
     first.post("load", {})
@@ -143,7 +145,6 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_slow_rank_is_waited_for() -> None:
-    """One that only takes its time is not taken for one that has failed."""
     first, second = boards(dist.HashStore(), 2)
     first.post("load", {})
     timer = threading.Timer(1.0, second.post, ["load", {}])
@@ -155,7 +156,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 def test_a_store_that_is_gone_is_named() -> None:
-    """Its process served the job: the wait ends with an error of ours, which says so."""
+    """The process that served the c10d store has ended: a post raises RendezvousFailed, which names the store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     board = Blackboard(client, 1, 2)
@@ -166,8 +167,8 @@ def test_a_store_that_is_gone_is_named() -> None:
 
 
 @pytest.mark.parametrize("group", ["gloo", dist.GroupMember.NON_GROUP_MEMBER], ids=["a name", "of other ranks"])
-def test_what_is_no_group_of_this_rank_is_said_so(tmp_path: Path, group: Any) -> None:
-    """A group that this rank is not in, or a name in its place, is `ConfigInvalid`, and nothing is saved."""
+def test_a_process_group_without_this_rank_is_refused(tmp_path: Path, group: Any) -> None:
+    """`process_group` is a name, or a group without this rank: the save raises ConfigInvalid and writes nothing."""
     writer = ReplicatedWriter(tmp_path, copies=1, process_group=group)
     with group_of_one(), pytest.raises(CheckpointException, match="not in that group") as raised:
         dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)
@@ -175,8 +176,8 @@ def test_what_is_no_group_of_this_rank_is_said_so(tmp_path: Path, group: Any) ->
     assert not (tmp_path / "step-1").exists()
 
 
-def test_the_default_device_is_not_where_ranks_meet() -> None:
-    """A script sets it to the GPU; gloo takes tensors of the CPU."""
+def test_collectives_do_not_use_the_default_device() -> None:
+    """Collectives use CPU tensors, as gloo needs, whatever the default device."""
     with group_of_one(), torch.device("meta"):
         watched, most = watch_group(dist.group.WORLD), torch.tensor([3], device="cpu")
         watched.reduce_to_max(most)
@@ -187,7 +188,7 @@ def test_the_default_device_is_not_where_ranks_meet() -> None:
 
 @contextmanager
 def served() -> Iterator[tuple[int, int]]:
-    """A forked process that serves a store: its id, and its port."""
+    """A forked process that serves a c10d store: its pid and port."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -206,8 +207,10 @@ def served() -> Iterator[tuple[int, int]]:
         os.waitpid(pid, 0)
 
 
-def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> None:
-    """Within its time-out, and at once from then on; torch waits for ever. Once that goes on the store is used again."""
+def test_calls_to_a_stopped_store_fail_after_its_time_out(stopwatch: Stopwatch) -> None:
+    """The process that serves the store is stopped: a call fails after its time-out, and later calls at once. After it
+    continues, the store is used again.
+    """
     with served() as (pid, port):
         store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
         board, presence = Blackboard(AnsweringStore("job", store), 1, 2), Presence(store, 1)
@@ -223,13 +226,13 @@ def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> N
         assert stopwatch.now() - began < 5
         os.kill(pid, signal.SIGCONT)
         store.set_timeout(timedelta(seconds=30))
-        assert waiting._unanswered[store][0].exception(30) is None  # the call that was given up has its answer
+        assert waiting._unanswered[store][0].exception(30) is None  # the aborted call has its answer
         board.post("load", {"third": 3})
         assert (board.read_post("load", 1) or {})["third"] == 3
 
 
-class HeldStore:
-    """Answers once it is told to."""
+class BlockedStore:
+    """Answers once `answers` is set."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -239,9 +242,9 @@ class HeldStore:
         return self.answers.wait(TIMEOUT_S)
 
 
-def abort_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
+def abort_a_call(job: "dist.Store") -> tuple[AnsweringStore, BlockedStore]:
     job.set_timeout(timedelta(seconds=0))
-    store, held = AnsweringStore("job", job), HeldStore()
+    store, held = AnsweringStore("job", job), BlockedStore()
     store._store = cast(Any, held)
     with pytest.raises(dist.DistStoreError):
         store.check(["key"])
@@ -249,8 +252,8 @@ def abort_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
     return store, held
 
 
-def test_a_late_answer_is_for_all_threads_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save in the background and a load go on, both, with a store of which a call before was aborted."""
+def test_a_late_answer_reaches_all_waiting_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted call's answer arrives late: all threads that wait for the store continue."""
     store, held = abort_a_call(dist.HashStore())
     now, asked = time.monotonic() - TIMEOUT_S, threading.Semaphore(0)
 
@@ -267,8 +270,8 @@ def test_a_late_answer_is_for_all_threads_that_wait_for_it(monkeypatch: pytest.M
     assert store.check(["key"])
 
 
-def test_what_a_store_owes_is_forgotten_with_it() -> None:
-    """The store of the next job may get its place in memory."""
+def test_an_unanswered_call_is_forgotten_with_its_store() -> None:
+    """The record of an unanswered call is dropped with its store, as a later store may have the same address."""
     before = len(waiting._unanswered)
     job = dist.HashStore()
     store, held = abort_a_call(job)

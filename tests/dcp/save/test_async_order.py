@@ -1,4 +1,4 @@
-"""Saves never mix, of one writer or of several: whatever their states are made of, and whichever call of DCP makes them."""
+"""Saves of one or several writers never mix, whatever their states contain and whichever call of DCP makes them."""
 
 import gc
 import math
@@ -45,7 +45,7 @@ def _without_idle_segments() -> Iterator[None]:
 def test_a_second_save_waits_although_the_first_has_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tensors: bool
 ) -> None:
-    """The first has written and is not over: a second one of the same writer would take its place in the middle."""
+    """The first save has no copy of its state and has not ended: a second save of the same writer waits."""
     monkeypatch.setattr(stager, "share_of_rank", lambda: 1000 if has_tensors else 1 << 30)
     gate, saved = threading.Event(), list[str]()
 
@@ -71,7 +71,7 @@ def test_a_second_save_waits_although_the_first_has_no_copy(
 
 
 def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> None:
-    """The last save of a run, by the same writer, while one is under way: each has its own state under its own name."""
+    """A synchronous save waits for the writer's asynchronous one. Each checkpoint has its own state."""
     writer, state, planner = ReplicatedWriter(tmp_path), {"t": torch.full((1000,), 1.0)}, Gated()
     first = start(state, writer, "step-1", planner)
     state["t"].fill_(2.0)
@@ -86,7 +86,7 @@ def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> No
 
 
 def test_writers_of_one_process_save_at_once(tmp_path: Path) -> None:
-    """A second one, as for the averaged weights, opens and commits its save while the first writes."""
+    """A second writer of the process opens and commits a save while the first one writes."""
     planner = Gated()
     first = start({"t": torch.full((1000,), 1.0)}, ReplicatedWriter(tmp_path), "model", planner)
     assert planner.reached.wait(TIMEOUT_S)
@@ -99,7 +99,9 @@ def test_writers_of_one_process_save_at_once(tmp_path: Path) -> None:
 
 
 class Slow(ReplicatedWriter):
-    """Notes when the saving thread begins; `dcp.async_save` stays in its last hook until it could have begun."""
+    """Records when the saving thread begins. `synchronize_staging`, the last hook of `dcp.async_save`, waits until the
+    thread could have begun.
+    """
 
     order: list[str]
 
@@ -114,20 +116,20 @@ class Slow(ReplicatedWriter):
 
 
 def test_the_saving_thread_lets_async_save_return_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else training would wait for it to give up the interpreter."""
+    """`dcp.async_save` returns before the saving thread takes the interpreter, so that training does not wait."""
     monkeypatch.setattr(stager, "GIVE_WAY_S", TIMEOUT_S)
     writer = Slow(tmp_path)
     for step in ("step-1", "step-2"):
         writer.order = []
         start({"t": torch.ones(9)}, writer, step).result(TIMEOUT_S)
-        assert writer.order[-2:] == ["returns", "saves"]  # torch 2.7 names it before it stages, too
+        assert writer.order[-2:] == ["returns", "saves"]  # torch 2.7 calls reset before it stages, too
         verified(tmp_path, step)
     dcp.save({"t": torch.ones(9)}, checkpoint_id="step-3", storage_writer=writer)
     verified(tmp_path, "step-3")
 
 
-def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
-    """An asynchronous save failed, and its future said so; a later one succeeded."""
+def test_wait_concerns_the_last_save(tmp_path: Path) -> None:
+    """`wait` succeeds after a successful save, although an earlier asynchronous save failed."""
     writer, state = ReplicatedWriter(tmp_path), {"t": torch.ones(10)}
     failed = start({"lock": threading.Lock()}, writer, "step-1")
     assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
@@ -138,8 +140,8 @@ def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     verified(tmp_path, "step-2")
 
 
-def test_a_wait_for_the_bucket_is_for_a_save_that_is_under_way(tmp_path: Path) -> None:
-    """It had brought nothing to its agent yet, and so was not waited for: a script that ends with `wait` left it undone."""
+def test_a_wait_for_the_bucket_includes_a_running_save(tmp_path: Path) -> None:
+    """`wait` for the bucket also waits for a save that has not reached its agent yet."""
     writer, planner = ReplicatedWriter(tmp_path), Gated()
     saving = start({"t": torch.ones(10)}, writer, "step-1", planner)
     assert planner.reached.wait(TIMEOUT_S)
@@ -151,8 +153,8 @@ def test_a_wait_for_the_bucket_is_for_a_save_that_is_under_way(tmp_path: Path) -
     verified(tmp_path, "step-1")
 
 
-def test_a_wait_may_have_no_end_and_is_for_a_number_of_seconds(tmp_path: Path) -> None:
-    """Infinity overflowed in a lock of Python's; None, text and NaN are named before anything is waited for."""
+def test_wait_takes_a_number_of_seconds_or_infinity(tmp_path: Path) -> None:
+    """`wait` accepts infinity. None, text and NaN raise ConfigInvalid at once."""
     writer, planner = ReplicatedWriter(tmp_path), Gated()
     saving = start({"t": torch.ones(10)}, writer, "step-1", planner)
     for wrong in (None, "9", math.nan):
@@ -164,8 +166,10 @@ def test_a_wait_may_have_no_end_and_is_for_a_number_of_seconds(tmp_path: Path) -
     verified(tmp_path, "step-1")
 
 
-def test_what_is_noted_late_is_of_the_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A future's waiters go on before its callbacks have run: the failure is noted when the next save is over."""
+def test_a_failure_recorded_late_is_not_the_next_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is recorded only after the next save has succeeded, as a future's callbacks run late: `wait` does not
+    attribute it to that save.
+    """
     writer, is_saved = ReplicatedWriter(tmp_path), threading.Event()
     noting: queue.Queue[threading.Thread] = queue.Queue()
 
@@ -184,12 +188,13 @@ def test_what_is_noted_late_is_of_the_save_that_failed(tmp_path: Path, monkeypat
     verified(tmp_path, "step-2")
 
 
-def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
+def test_a_save_whose_group_was_destroyed_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The job destroys its groups before the background save begins: each rank would commit its part as the whole.
+    """The job destroys its groups before the background save begins: the save fails, rather than commit one rank's part
+    as a whole.
 
-    It is logged as well, for a job that never looks at the future.
+    The failure is logged, too, for a job that never reads the future.
     """
     save, may_begin = state_dict_saver.save, threading.Event()
 
@@ -214,7 +219,7 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
 
 
 def test_a_group_that_is_destroyed_within_a_save_is_named() -> None:
-    """The next collective says so on this rank, and the save is aborted."""
+    """A group is destroyed during a save: the next collective raises ConfigInvalid, and the save is aborted."""
     given_up = list[bool]()
     with group_of_one():
         watched = watch_group(dist.group.WORLD)
@@ -224,8 +229,10 @@ def test_a_group_that_is_destroyed_within_a_save_is_named() -> None:
     assert given_up == [True]
 
 
-def test_memory_that_the_system_refuses_counts_as_short() -> None:
-    """For a segment, new or grown, or to see what there is: an error would be this rank's alone; nothing leaks."""
+def test_memory_that_the_system_refuses_is_staging_refused() -> None:
+    """The system refuses memory for a segment, or the look-up of the available memory: StagingRefused is raised, and
+    the next lease succeeds.
+    """
     lease_segment(4096, lambda: 1 << 30).release()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(2):
@@ -241,7 +248,7 @@ def test_memory_that_the_system_refuses_counts_as_short() -> None:
 
 
 def test_on_save_may_wait_for_its_own_save(tmp_path: Path) -> None:
-    """It is committed by then: the thread that calls `on_save` would wait for itself until the time is over."""
+    """`on_save` may call `wait`: the save is already committed, so the call returns at once."""
     writer = ReplicatedWriter(tmp_path, on_save=lambda _: told.append(writer.wait(0.1, ack="peer")))
     told = list[tuple[str, ...]]()
     start({"t": torch.ones(10)}, writer, "step-1").result(TIMEOUT_S)
@@ -250,7 +257,7 @@ def test_on_save_may_wait_for_its_own_save(tmp_path: Path) -> None:
 
 
 def test_wait_raises_a_failure_whose_future_was_not_kept(tmp_path: Path) -> None:
-    """`wait(ack=...)` returning is the acknowledgement: that of a save that has failed never comes."""
+    """`wait(ack=...)` raises the failure of the last asynchronous save, also if its future was dropped."""
     writer = ReplicatedWriter(tmp_path)
     saving = dcp.async_save({"lock": threading.Lock()}, checkpoint_id="step-1", storage_writer=writer)
     writer._stager.wait_for_last()
@@ -263,8 +270,8 @@ def test_wait_raises_a_failure_whose_future_was_not_kept(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
-def test_the_default_device_is_not_where_copies_lie(has_memory: bool) -> None:
-    """They are on the CPU, whatever `torch.set_default_device` says."""
+def test_copies_do_not_use_the_default_device(has_memory: bool) -> None:
+    """Copies are on the CPU, whatever the default device."""
     state = {"t": torch.arange(10.0), "empty": torch.empty(0, 3), "sparse": torch.eye(3).to_sparse()}
     with torch.device("meta"):
         copied = StateCopy(state).make(memoryview(bytearray(4096)) if has_memory else None)
@@ -274,7 +281,7 @@ def test_the_default_device_is_not_where_copies_lie(has_memory: bool) -> None:
 
 
 def test_a_manager_whose_save_failed_frees_its_memory(tmp_path: Path) -> None:
-    """`close` raises what the save raised, and keeps no idle segment."""
+    """`close` raises the save's error and frees the idle segments."""
     manager = CheckpointManager(tmp_path, preempt_on=())
     manager.async_save(1, {"t": torch.ones(10)})
     manager.wait()
@@ -285,8 +292,8 @@ def test_a_manager_whose_save_failed_frees_its_memory(tmp_path: Path) -> None:
     assert segment._idle == []
 
 
-def test_a_copy_that_outlives_its_writer_takes_its_memory_along(tmp_path: Path) -> None:
-    """A planner has the state still when `close` returns, as the thread that saved may: then nothing keeps the memory."""
+def test_a_copy_that_outlives_its_writer_frees_its_memory(tmp_path: Path) -> None:
+    """A planner still holds the state after `close`: its memory is freed with the planner."""
     writer, planner = ReplicatedWriter(tmp_path), DefaultSavePlanner()
     start({"t": torch.ones(5000)}, writer, "step-1", planner).result(TIMEOUT_S)
     writer.close()
@@ -297,8 +304,8 @@ def test_a_copy_that_outlives_its_writer_takes_its_memory_along(tmp_path: Path) 
     verified(tmp_path, "step-1")
 
 
-def test_what_a_collective_still_writes_is_waited_for() -> None:
-    """A tensor that torch hands out before its collective is over has its result in the copy."""
+def test_a_running_collective_is_waited_for() -> None:
+    """A tensor of a running collective is copied after the collective has completed."""
     with group_of_one():
         reduced: Any = all_reduce(torch.ones(1000), "sum", [0])
         assert not reduced.completed
@@ -308,14 +315,14 @@ def test_what_a_collective_still_writes_is_waited_for() -> None:
 
 
 def freed() -> torch.Tensor:
-    """As FSDP frees whole parameters: what its place in memory holds now is not what the state was."""
+    """A tensor whose storage is freed, as FSDP frees whole parameters."""
     tensor = torch.ones(5000)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def zeros_of_autograd() -> torch.Tensor:
-    """They say that they have bytes, at address 0."""
+    """A tensor that claims to have bytes at address 0."""
     return torch._efficientzerotensor(5000)
 
 
@@ -324,7 +331,9 @@ def zeros_of_autograd() -> torch.Tensor:
 def test_a_tensor_without_memory_is_refused(
     tmp_path: Path, is_asynchronous: bool, made: Callable[[], torch.Tensor]
 ) -> None:
-    """With its name; else its bytes would be others', or reading them would end the process."""
+    """A tensor without memory fails the save, which names the entry. Otherwise foreign bytes would be saved, or the
+    process would crash.
+    """
     writer = ReplicatedWriter(tmp_path)
     state = {"w": made(), "empty": torch.ones(0)}
 

@@ -1,4 +1,4 @@
-"""`dcp.async_save` with our writer alone: what it copies, into which memory, and what happens when that is short."""
+"""`dcp.async_save` with the writer alone: what it copies, into which memory, and what happens without enough memory."""
 
 import gc
 import logging
@@ -45,14 +45,14 @@ TIMEOUT_S = 60.0
 
 
 class Point(NamedTuple):
-    """A tuple with names, as optimizers keep them."""
+    """A named tuple, as optimizers use."""
 
     x: int
     y: tuple[int, ...]
 
 
 class Gated(DefaultSavePlanner):
-    """Gives out no data before it may."""
+    """Returns no data before `gate` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Gated(DefaultSavePlanner):
 
 
 class Failing(DefaultSavePlanner):
-    """Fails before the storage is asked for anything."""
+    """Fails before DCP calls the storage writer."""
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         super().set_up_planner(*args, **kwargs)
@@ -82,7 +82,7 @@ def _without_idle_segments() -> Iterator[None]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the segments that were made."""
+    """The sizes of the created segments."""
     sizes: list[int] = []
 
     class Counted(segment.Segment):
@@ -95,14 +95,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def various() -> dict[str, Any]:
-    """What a state can be made of, and what a copy could get wrong."""
+    """A state of many kinds of values, including those that are hard to copy."""
     base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     learned = torch.nn.Parameter(torch.randn(7, 5))
     numbers = {
         str(dtype): torch.arange(24).to(dtype) for dtype in (torch.bool, torch.int8, torch.float64, torch.bfloat16)
     }
     ordered = OrderedDict(weight=base * 2, bias=torch.ones(3))
-    ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as nn.Module.state_dict has it
+    ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
     complex_numbers = torch.randn(6, dtype=torch.complex64)
     return {
         "whole": base,
@@ -130,7 +130,7 @@ def various() -> dict[str, Any]:
 
 
 def spoil(value: Any) -> None:
-    """Changes all that can be changed, in place, as the next training step would."""
+    """Changes everything in place that a training step could change."""
     if isinstance(value, torch.Tensor):
         if not value.is_quantized and value.layout is torch.strided and value._base is None:
             value.detach().zero_()
@@ -151,7 +151,7 @@ def start(state: dict[str, Any], writer: ReplicatedWriter, name: str, planner: A
 
 
 def count_descriptors() -> int:
-    """Those of segments alone: others of this process, of threads that end, are closed at any time."""
+    """The number of open descriptors of segments. Other descriptors of the process may be closed at any time."""
     return sum("replicated-ckpt-staging" in name for name in open_files(os.getpid()))
 
 
@@ -172,7 +172,7 @@ def loaded(root: Path, name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
-    """Byte for byte, whatever the state is made of, though all of it changes as soon as the call has returned."""
+    """The state changes right after the call: the checkpoint equals that of a synchronous save, byte for byte."""
     torch.manual_seed(1)
     state = various()
     dcp.save(state, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path / "sync"))
@@ -192,7 +192,7 @@ def test_the_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
 
 
 def test_every_dtype_is_copied() -> None:
-    """Bits, dtype and shape are those of the original, in other memory."""
+    """A copy has the bits, dtype and shape of the original, in other memory."""
     for dtype in {found for found in vars(torch).values() if isinstance(found, torch.dtype)}:
         raw = torch.randint(0, 2, (48,), dtype=torch.uint8)
         original = raw.clone().view(dtype)
@@ -203,7 +203,7 @@ def test_every_dtype_is_copied() -> None:
 
 
 def test_shared_storages_are_copied_once_and_stay_shared() -> None:
-    """Tied tensors and views: one copy for all of them, and what is written through one is seen through the others."""
+    """Tied tensors and views are copied once, and their copies share storage."""
     base = torch.arange(1000.0)
     state = {
         "base": base,
@@ -225,7 +225,7 @@ def test_shared_storages_are_copied_once_and_stay_shared() -> None:
 
 
 def test_meta_tensors_and_cycles_are_copied() -> None:
-    """A tensor without data stays one, and a dict inside itself is itself inside its copy."""
+    """The copy of a meta tensor is a meta tensor. A dict that contains itself is copied to one that contains itself."""
     state: dict[str, Any] = {"meta": torch.empty(3, device="meta"), "w": torch.ones(2)}
     state["self"] = state
     copied = StateCopy(state).make(memoryview(bytearray(4096)))
@@ -234,7 +234,7 @@ def test_meta_tensors_and_cycles_are_copied() -> None:
 
 
 def test_the_memory_is_used_again(tmp_path: Path, made: list[int]) -> None:
-    """Save after save, by new writers too, one segment serves; a larger state lets it grow; `close` frees it."""
+    """Repeated saves, also of new writers, use one segment, which grows for a larger state. `close` frees it."""
     for index in range(6):
         state = {"t": torch.full((5000,), float(index))}
         writer = ReplicatedWriter(tmp_path)
@@ -250,23 +250,23 @@ def test_the_memory_is_used_again(tmp_path: Path, made: list[int]) -> None:
     assert made == [20_480]
     descriptors = count_descriptors()
     writer.close()
-    assert count_descriptors() == descriptors - 2  # the one that an agent is given, and the mapping's own
+    assert count_descriptors() == descriptors - 2  # the agent's descriptor and the mapping's
 
 
-def test_a_planner_that_goes_on_keeps_no_copy(tmp_path: Path, made: list[int]) -> None:
-    """Saves of one CheckpointManager, whose planner outlives each of them, use one segment."""
+def test_a_planner_that_outlives_its_save_keeps_no_copy(tmp_path: Path, made: list[int]) -> None:
+    """Repeated saves of one CheckpointManager use one segment, although the planner outlives each save."""
     with CheckpointManager(tmp_path, preempt_on=()) as manager:
         for step in range(3):
             manager.async_save(step, {"t": torch.full((5000,), float(step))})
             manager.wait()
             until = time.monotonic() + 5
-            while segment._leased and time.monotonic() < until:  # the thread that saved ends
+            while segment._leased and time.monotonic() < until:  # until the saving thread ends
                 time.sleep(0.01)
     assert made == [20_480]
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, made: list[int]) -> None:
-    """One writer, two saves at once: the second copies only when the first is over, and both hold what they should."""
+    """Two saves of one writer: the second one copies after the first has ended, and both contain their own state."""
     writer, state, planner = ReplicatedWriter(tmp_path), {"t": torch.full((1000,), 1.0)}, Gated()
     first = start(state, writer, "step-1", planner)
     assert planner.reached.wait(TIMEOUT_S)
@@ -286,8 +286,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, made: list[int]) -> N
         verified(tmp_path, f"step-{step}")
 
 
-def test_a_copy_that_is_still_looked_at_is_not_written_over(tmp_path: Path, made: list[int]) -> None:
-    """A planner that keeps the state of its last save: the next one is copied elsewhere, and then both memories serve."""
+def test_a_copy_that_is_still_in_use_is_not_overwritten(tmp_path: Path, made: list[int]) -> None:
+    """A planner still holds the copy of its last save: the next save copies to another segment. Both are reused later."""
     writer, planner = ReplicatedWriter(tmp_path), DefaultSavePlanner()
     for step in (1, 2, 3, 4):
         start({"t": torch.full((1000,), float(step))}, writer, f"step-{step}", planner).result(TIMEOUT_S)
@@ -302,7 +302,9 @@ def test_a_copy_that_is_still_looked_at_is_not_written_over(tmp_path: Path, made
 def test_a_failed_save_does_not_block_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopwatch: Stopwatch
 ) -> None:
-    """Even if its error, which holds on to the copy, is kept, and it never came as far as the writer."""
+    """A save failed before it reached the writer, and its error, which refers to the copy, is kept: the next save does
+    not wait.
+    """
     monkeypatch.setattr(stager, "BEGIN_TIMEOUT_S", 0.5)
     writer = ReplicatedWriter(tmp_path)
     failed = start({"t": torch.ones(10)}, writer, "a", Failing())
@@ -314,10 +316,12 @@ def test_a_failed_save_does_not_block_the_next(
     verified(tmp_path, "b")
 
 
-def test_what_does_not_fit_is_saved_without_a_copy(
+def test_a_state_that_does_not_fit_is_saved_without_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, made: list[int]
 ) -> None:
-    """`async_save` then returns when this rank has written, a line says why, and the checkpoint is right."""
+    """Without memory for a copy, `async_save` returns after this rank has written, and logs the reason. The checkpoint
+    is right.
+    """
     monkeypatch.setattr(stager, "share_of_rank", lambda: 1000)
     state = {"t": torch.arange(5000.0)}
     wanted, planner = state["t"].clone(), Gated()
@@ -341,14 +345,14 @@ def test_what_does_not_fit_is_saved_without_a_copy(
 
 
 def test_a_save_without_a_copy_that_fails_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on, and the future has the error."""
+    """A save without a copy fails: `async_save` returns, and the future has the error."""
     monkeypatch.setattr(stager, "share_of_rank", lambda: 1000)
     failed = start({"t": torch.ones(5000)}, ReplicatedWriter(tmp_path), "a", Failing())
     assert failed.exception(TIMEOUT_S) is not None
 
 
-def test_what_cannot_be_copied_fails_in_the_background(tmp_path: Path) -> None:
-    """As in a synchronous save, where all ranks learn of it; the call itself returns."""
+def test_a_value_that_cannot_be_copied_fails_in_the_background(tmp_path: Path) -> None:
+    """A value that cannot be copied or pickled: `async_save` returns, and the save fails on all ranks."""
     failed = start({"lock": threading.Lock(), "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
     assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
     assert not (tmp_path / "a").exists()
@@ -357,7 +361,9 @@ def test_what_cannot_be_copied_fails_in_the_background(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["nested tensor", "deep list"])
 def test_a_state_whose_copying_fails_fails_in_the_background(tmp_path: Path, kind: str) -> None:
-    """An error in `dcp.async_save` itself would be this rank's alone, and the others would wait in the save for it."""
+    """Copying the state raises: `async_save` returns and the future fails. An error in the call would leave the other
+    ranks waiting.
+    """
     if kind == "nested tensor":
         odd: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     else:
@@ -370,7 +376,7 @@ def test_a_state_whose_copying_fails_fails_in_the_background(tmp_path: Path, kin
 
 
 class OneWay:
-    """Can be saved, and not be made again from what was saved."""
+    """Can be pickled, but not unpickled while `is_closed`."""
 
     is_closed = True
 
@@ -384,16 +390,16 @@ class OneWay:
 
 
 class Kept(NamedTuple):
-    """A tuple with a tensor, which is one value to DCP."""
+    """A tuple with a tensor, which DCP treats as one value."""
 
     average: torch.Tensor
     error: OneWay
 
 
-def test_what_can_be_saved_and_not_copied_is_saved_before_it_may_change(
+def test_values_that_can_only_be_pickled_are_saved_as_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is that of a synchronous save at the call: nothing of it is as it was when the thread came to it."""
+    """A state that can be pickled but not copied: the checkpoint has the values as of the call."""
     state: dict[str, Any] = {"odd": OneWay(1), "kept": Kept(torch.ones(3), OneWay(1)), "t": torch.ones(5)}
     writer = ReplicatedWriter(tmp_path)
     dcp.save(state, checkpoint_id="sync", storage_writer=writer)
@@ -412,8 +418,10 @@ def test_what_can_be_saved_and_not_copied_is_saved_before_it_may_change(
     verified(tmp_path, "async")
 
 
-def test_a_freed_tensor_is_refused_though_it_has_values_soon(tmp_path: Path) -> None:
-    """As by a synchronous save: FSDP's next step would fill it again before the thread came to it."""
+def test_a_tensor_that_is_freed_at_the_call_is_refused(tmp_path: Path) -> None:
+    """A tensor without storage at the call fails the save, although FSDP's next step fills it before the saving thread
+    reads it.
+    """
     freed = torch.ones(1000)
     freed.untyped_storage().resize_(0)
     failed = start({"freed": freed, "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
@@ -424,7 +432,7 @@ def test_a_freed_tensor_is_refused_though_it_has_values_soon(tmp_path: Path) -> 
 
 
 class Pair(torch.Tensor):
-    """A tensor that is made of two."""
+    """A tensor subclass made of two tensors."""
 
     one: torch.Tensor
     other: torch.Tensor
@@ -448,7 +456,7 @@ class Pair(torch.Tensor):
 
 
 def test_copies_need_a_gradient_where_the_originals_do() -> None:
-    """`.metadata` says it of each tensor, as a synchronous save's does."""
+    """Copies have the `requires_grad` of the originals, which `.metadata` records."""
     pair, sparse = Pair(torch.ones(3), torch.zeros(3)), torch.eye(3).to_sparse()
     state = {
         "pair": pair.requires_grad_(),
@@ -459,13 +467,13 @@ def test_copies_need_a_gradient_where_the_originals_do() -> None:
     assert [each.requires_grad for each in copied.values()] == [True, True, False]
 
 
-def test_what_deepcopy_refuses_is_pickled(tmp_path: Path) -> None:
-    """A tensor with a history inside an object: torch does not deep-copy it, and does save it."""
+def test_values_that_deepcopy_refuses_are_pickled(tmp_path: Path) -> None:
+    """A tensor with autograd history inside an object is pickled, as torch cannot deep-copy it."""
     learned = torch.ones(3, requires_grad=True)
     state = {"pair": (learned * 2, 1), "t": torch.ones(2)}
 
     class Holder(dict[str, Any]):
-        """An object to DCP only inside a tuple."""
+        """DCP treats this dict as an object if it is inside a tuple."""
 
     state["held"] = (Holder(inner=learned * 3),)
     copied = StateCopy(state).make(memoryview(bytearray(4096)))
@@ -474,7 +482,7 @@ def test_what_deepcopy_refuses_is_pickled(tmp_path: Path) -> None:
 
 
 class Guarded(Mapping[str, Any]):
-    """Can neither be copied nor pickled."""
+    """A mapping that can neither be copied nor pickled."""
 
     def __init__(self, inner: dict[str, Any]) -> None:
         self._inner, self._lock = inner, threading.Lock()
@@ -490,17 +498,17 @@ class Guarded(Mapping[str, Any]):
 
 
 class GuardedList(list[Any]):
-    """The same as a list."""
+    """A list that can neither be copied nor pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("it is guarded")
 
 
 @pytest.mark.parametrize("wrap", [MappingProxyType, Guarded, lambda inner: GuardedList(inner.values())])
-def test_what_is_in_a_container_that_cannot_be_copied_is_copied(
+def test_the_content_of_a_container_that_cannot_be_copied_is_copied(
     tmp_path: Path, wrap: Callable[[dict[str, Any]], Any]
 ) -> None:
-    """DCP saves what is in it, and a change of that after the call is none of the checkpoint."""
+    """The content of a container that cannot be copied is copied: later changes are not in the checkpoint."""
     weights = torch.ones(1000)
     future = start({"held": wrap({"w": weights, "lr": 0.5})}, ReplicatedWriter(tmp_path), "a")
     weights.fill_(-7)
@@ -513,13 +521,13 @@ def test_what_is_in_a_container_that_cannot_be_copied_is_copied(
 
 
 def test_a_lazy_parameter_fails_in_the_background(tmp_path: Path) -> None:
-    """It has no elements yet: the other ranks of the save learn of it, too."""
+    """A lazy parameter has no elements yet: the save fails in the background, so that all ranks learn of it."""
     failed = start({"lazy": torch.nn.LazyLinear(3).weight, "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
     assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
 
 
 def test_a_forked_child_has_memory_of_its_own() -> None:
-    """What the child lets go of is not idle there: it would write over what the parent's save is reading."""
+    """A forked child that drops a segment does not reuse it, as the parent's save may still read that memory."""
     held = segment.lease_segment(4096, lambda: 1 << 30)
     held[:4] = b"keep"
     child = os.fork()
@@ -541,7 +549,9 @@ def _group_of_one() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_group_of_one")
 def test_sharded_tensors_are_made_of_copies() -> None:
-    """DTensors and ShardedTensors: of the same layout as the originals, this rank's part in other memory."""
+    """The copies of a DTensor and a ShardedTensor have the layout of the originals, with the local part in other
+    memory.
+    """
     part = torch.arange(12.0).reshape(3, 4)
     old = init_from_local_shards([Shard.from_tensor_and_offsets(part, [0, 0], 0)], 3, 4)
     new = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [Split(0)])
@@ -559,7 +569,9 @@ def test_sharded_tensors_are_made_of_copies() -> None:
 
 @pytest.mark.usefixtures("_group_of_one")
 def test_a_dtensor_may_be_a_part_of_a_storage() -> None:
-    """Of a flat buffer's, say: where it goes to another process its storage begins with it, which torch 2.15 needs."""
+    """A DTensor that is a slice of a flat buffer is copied to a storage of its own. Torch 2.15 needs that to send it to
+    another process.
+    """
     flat = torch.arange(40.0)
     mesh = init_device_mesh("cpu", (1,))
     state = {str(at): DTensor.from_local(flat[at : at + 8], mesh, [Split(0)]) for at in (0, 24)}

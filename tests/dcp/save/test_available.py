@@ -1,4 +1,4 @@
-"""How much memory a rank may take: the least of what machine and cgroups leave, shared among the ranks of a node."""
+"""How much memory a rank may take: the minimum that the machine and its cgroups leave, divided among the node's ranks."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def machine(tmp_path: Path, cgroup: str, available_mib: int = 1000) -> tuple[Path, Path]:
-    """A /proc and a /sys/fs/cgroup."""
+    """A fake /proc and /sys/fs/cgroup."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemFree: 1 kB\nMemAvailable: {available_mib << 10} kB\n")
@@ -29,15 +29,15 @@ def limit(folder: Path, limited: str, used_mib: int, page_cache_mib: int = 0) ->
     (folder / "memory.stat").write_text(f"anon 5\nfile 999999999999\ninactive_file {half}\nactive_file {half}\n")
 
 
-def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
-    """A topmost cgroup has no files about memory, and one with "max" no limit."""
+def test_without_limits_the_machines_memory_counts(tmp_path: Path) -> None:
+    """Without a cgroup limit, the machine's available memory counts. The root cgroup has no memory files."""
     where = machine(tmp_path, "0::/job\n")
     limit(where[1] / "job", "max", 5)
     assert available_bytes(*where) == 1000 * MIB
 
 
 def test_each_limit_above_counts(tmp_path: Path) -> None:
-    """The tightest one does, wherever it is set, and page cache can be had back."""
+    """The tightest limit of the cgroup and its parents counts. Page cache counts as available."""
     where = machine(tmp_path, "0::/pod/container\n")
     limit(where[1] / "pod", str(500 * MIB), 450, page_cache_mib=100)
     limit(where[1] / "pod" / "container", str(300 * MIB), 20)
@@ -46,15 +46,15 @@ def test_each_limit_above_counts(tmp_path: Path) -> None:
     assert available_bytes(*where) == 0
 
 
-def test_a_container_that_sees_its_own_cgroup_as_the_topmost(tmp_path: Path) -> None:
-    """The path in /proc is the host's, and the files are at the root."""
+def test_a_container_that_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
+    """In a container /proc has the host's cgroup path, while the files are at the root."""
     where = machine(tmp_path, "0::/kubepods/pod1/container2\n")
     limit(where[1], str(64 * MIB), 4)
     assert available_bytes(*where) == 60 * MIB
 
 
-def test_the_older_kind_of_cgroups(tmp_path: Path) -> None:
-    """Version 1 has other names, and a limit that is none."""
+def test_cgroups_version_1(tmp_path: Path) -> None:
+    """Limits of cgroups version 1 count. Its value for "no limit" does not."""
     where = machine(tmp_path, "9:name=systemd:/\n4:cpu,memory:/a/b\n0::/\n")
     for folder, limited in ((where[1] / "memory" / "a" / "b", 200 * MIB), (where[1] / "memory", 0x7FFFFFFFFFFFF000)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def test_the_older_kind_of_cgroups(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_node_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes its part of nine tenths of what is available, as all of them stage at the same time."""
+    """Each rank may take its part of nine tenths of the available memory, as all ranks stage at once."""
     monkeypatch.setattr(segment, "available_bytes", lambda: 1000)
     assert share_of_rank({}) == 900
     assert share_of_rank({"LOCAL_WORLD_SIZE": "4"}) == 225
@@ -83,26 +83,26 @@ def test_ranks_of_a_node_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_torchrun_has_not_started_share(
     monkeypatch: pytest.MonkeyPatch, told: dict[str, str], share: int
 ) -> None:
-    """Slurm and MPI say how many there are: together they take no more than there is."""
+    """The number of ranks per node comes from the variables of Slurm or Open MPI if torchrun's is not set."""
     monkeypatch.setattr(segment, "available_bytes", lambda: 1000)
     assert share_of_rank(told) == share
 
 
 def test_a_kernel_without_cgroups(tmp_path: Path) -> None:
-    """The machine's own memory counts, and nothing is raised: an error would be this rank's alone."""
+    """Without cgroups the machine's available memory counts, and nothing is raised."""
     where = machine(tmp_path, "")
     (where[0] / "self" / "cgroup").unlink()
     assert available_bytes(*where) == 1000 * MIB
 
 
 def test_this_machine_can_be_read() -> None:
-    """The real files have the form that is expected of them."""
+    """The real files of this machine can be parsed."""
     assert 0 < available_bytes() < 1 << 50
 
 
 def test_a_cgroup_may_have_any_name(tmp_path: Path) -> None:
-    """The kernel gives its bytes as they are, in no encoding; only a line feed is none of them."""
-    name = b"job\xff\xe2\x80\xa8x"  # what ends a line for Python alone is in it
+    """A cgroup's name may be any bytes except a line feed."""
+    name = b"job\xff\xe2\x80\xa8x"  # contains a character that only Python treats as a line end
     where = machine(tmp_path, "")
     (where[0] / "self" / "cgroup").write_bytes(b"0::/" + name + b"\n")
     limit(where[1] / os.fsdecode(name), str(64 * MIB), 4)

@@ -1,4 +1,6 @@
-"""A coordinator that fails at the moment of its decision: what may be decided is aborted nowhere, all else everywhere."""
+"""A coordinator fails at the moment of its decision: a save that may be decided is aborted on no node, any other on all
+nodes.
+"""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -37,7 +39,7 @@ def agents(tmp_path: Path) -> Iterator[list[RunningAgent]]:
 
 
 def opened(agents: list[RunningAgent]) -> SaveDecision:
-    """A save of two ranks on two nodes, without a copy, whose shards are staged."""
+    """A save of two ranks on two nodes with one copy, whose shards are staged."""
     posts = [
         SavePost("step-1", NodePost(ends.node_id, f"host-{ends.node_id}", ends.node_id, ends.node_id, None, address))
         for ends, address in ((agent.endpoint, agent.endpoint.address()) for agent in agents)
@@ -62,7 +64,7 @@ def commit(store: LocalStore, decision: SaveDecision) -> None:
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    """Of the manifest's write at the coordinator."""
+    """Calls `then` after the coordinator has written the manifest."""
     write = LocalStore.put_small
 
     def write_and_fail(store: LocalStore, save_id: str, name: str, data: bytes) -> None:
@@ -74,10 +76,12 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> Non
 
 
 @pytest.mark.parametrize("make", ERRORS)
-def test_what_is_decided_is_given_up_nowhere(
+def test_a_decided_save_is_aborted_nowhere(
     agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException]
 ) -> None:
-    """Ctrl-C, or an fsync that fails, once the manifest has its name: an agent may have published the save by then."""
+    """The coordinator fails after it named the manifest: no node aborts. The second node publishes the save when a load
+    begins.
+    """
     decision = opened(agents)
 
     def ask_and_fail() -> None:
@@ -96,10 +100,8 @@ def test_what_is_decided_is_given_up_nowhere(
         assert (agent.root / "step-1" / name).read_bytes() == b"1234"
 
 
-def test_what_is_not_decided_is_given_up_everywhere(
-    agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error right before the manifest has its name leaves nothing staged on any node, within a moment."""
+def test_an_undecided_save_is_aborted_everywhere(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator fails right before it names the manifest: the save is aborted on all nodes."""
     decision = opened(agents)
     write = LocalStore.put_small
 
@@ -114,10 +116,12 @@ def test_what_is_not_decided_is_given_up_everywhere(
     assert [LocalStore(agent.root).is_staged(SAVE) for agent in agents] == [False, False]
 
 
-def test_a_rank_that_is_interrupted_while_it_hands_over_gives_nothing_up(
+def test_a_rank_that_is_interrupted_while_it_submits_aborts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent may have the outline already, and decide; so this rank cannot tell, and says that."""
+    """A rank is interrupted while it submits the save to its agent: it raises AgentSilent, as the agent may already
+    have decided.
+    """
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -132,7 +136,9 @@ def test_a_rank_that_is_interrupted_while_it_hands_over_gives_nothing_up(
 def test_an_agent_that_cannot_be_started_again_may_be_finishing_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the outline, and its answer got lost; this rank, which can open no file, must not have nodes give it up."""
+    """The agent's answer is lost, and the rank cannot restart it: the rank raises AgentSilent, as the agent may be
+    finishing the save.
+    """
 
     def lose(client: AgentClient, *_: Any) -> Any:
         raise StoreUnavailable(client.address.node_id, "finish", SAVE, "the connection is lost")

@@ -1,4 +1,6 @@
-"""What ends when its owner ends it, though a process that was forked meanwhile, as a data loader's worker, lives on."""
+"""Locks and submissions end with their owner, although a process that the owner forked, such as a data loader's worker,
+lives on.
+"""
 
 import contextlib
 import fcntl
@@ -21,7 +23,7 @@ SAVE = "0" * 32
 
 
 @contextlib.contextmanager
-def taken_by_an_agent(path: Path) -> Iterator[None]:
+def locked_start(path: Path) -> Iterator[None]:
     lock = FileLock.acquire(path / "start")
     assert lock is not None
     yield
@@ -29,7 +31,7 @@ def taken_by_an_agent(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_save(path: Path) -> Iterator[None]:
+def locked_save(path: Path) -> Iterator[None]:
     lock = opened(path).lock_save(SAVE)
     yield
     lock.release()
@@ -62,14 +64,14 @@ def is_agent_lock_free(path: Path) -> bool:
 
 LOCKS: dict[str, tuple[Callable[[Path], AbstractContextManager[None]], Callable[[Path], bool]]] = {
     "a directory": (exclusive, is_directory_free),
-    "an agent's start": (taken_by_an_agent, is_agent_lock_free),
-    "an open save": (held_save, lambda path: not opened(path).is_locked(SAVE)),
+    "an agent's start": (locked_start, is_agent_lock_free),
+    "an open save": (locked_save, lambda path: not opened(path).is_locked(SAVE)),
 }
 
 
 @contextlib.contextmanager
 def worker() -> Iterator[int]:
-    """A process that is forked here and does nothing; it is killed at the end of the block."""
+    """A forked process that does nothing. It is killed at the end of the block."""
     pid = os.fork()
     if pid == 0:
         signal.pause()
@@ -83,7 +85,7 @@ def worker() -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", LOCKS)
 def test_a_forked_process_keeps_no_lock(tmp_path: Path, kind: str) -> None:
-    """It has the descriptor, too; what its parent has released is free, while it lives."""
+    """A lock that the parent has released is free, although a forked process still lives."""
     hold, is_free = LOCKS[kind]
     with contextlib.ExitStack() as ends:
         with hold(tmp_path):
@@ -94,7 +96,7 @@ def test_a_forked_process_keeps_no_lock(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LOCKS)
 def test_a_killed_process_leaves_no_lock_to_its_workers(tmp_path: Path, kind: str) -> None:
-    """Nobody has released it; whom it had forked lives on."""
+    """The owner of a lock is killed: the lock becomes free, although its forked worker lives on."""
     hold, is_free = LOCKS[kind]
     reading, writing = os.pipe()
     owner = os.fork()
@@ -108,15 +110,15 @@ def test_a_killed_process_leaves_no_lock_to_its_workers(tmp_path: Path, kind: st
         assert not is_free(tmp_path)
         os.kill(owner, signal.SIGKILL)
         os.waitpid(owner, 0)
-        wait_for(lambda: is_free(tmp_path), 30, "the worker has closed what it has of it")
+        wait_for(lambda: is_free(tmp_path), 30, "the worker has closed its copy of the lock")
     finally:
         os.kill(its_worker, signal.SIGKILL)
         os.close(reading)
         os.close(writing)
 
 
-def test_a_forked_process_keeps_no_save_handed_over() -> None:
-    """The agent learns that a rank has left, and its thread is free for another one; the fork's end says nothing."""
+def test_a_forked_process_keeps_no_submission_open() -> None:
+    """The agent's connection ends when the rank closes its submission, not when a forked process closes its copy."""
     rank, agent = socket.socketpair()
     close_in_forks(rank)
     submitted = Submission(rank)
@@ -134,8 +136,10 @@ def test_a_forked_process_keeps_no_save_handed_over() -> None:
     agent.close()
 
 
-def test_a_forked_process_ends_no_lock(tmp_path: Path) -> None:
-    """What it releases of its parent's stays locked, and a descriptor of its own that has the number by now stays open."""
+def test_a_forked_process_cannot_release_its_parents_lock(tmp_path: Path) -> None:
+    """A forked process releases its parent's lock: the lock stays held, and another descriptor with that number stays
+    open.
+    """
     lock = opened(tmp_path).lock_save(SAVE)
     number = lock.fd
     child = os.fork()
@@ -151,7 +155,7 @@ def test_a_forked_process_ends_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_fork_takes_locks_of_its_own(tmp_path: Path) -> None:
-    """As a trainer that is forked does; these hold as its parent's do."""
+    """A forked process can take locks of its own, and does not hold its parent's."""
     store = opened(tmp_path)
     parents = store.lock_save(SAVE)
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Staging from a GPU: into memory that is pinned once, on a stream of its own, and overlapped with training if asked to."""
+"""Staging from a GPU: into memory that is pinned once, on a separate stream, and optionally overlapped with training."""
 
 import logging
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ from replicated_ckpt.dcp.staging.stager import Stager
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 TIMEOUT_S = 60.0
 BUSY_CYCLES = 1_000_000_000
-"""Some 0.6 s of a GPU."""
+"""About 0.6 s of a GPU."""
 
 
 def save(state: dict[str, Any], name: str, writer: ReplicatedWriter) -> "Future[Any]":
@@ -41,7 +41,7 @@ def is_gpu_idle() -> bool:
 
 
 def test_a_copy_lies_in_pinned_memory() -> None:
-    """Also once the memory has grown, and from save to save."""
+    """Copies are in pinned memory, also after the segment has grown, and in repeated saves."""
     drop_idle_segments()
     stager = Stager()
     for size in (1 << 20, 1 << 20, 1 << 22):
@@ -53,20 +53,22 @@ def test_a_copy_lies_in_pinned_memory() -> None:
         del staged
 
 
-def test_what_is_on_the_host_alone_is_not_pinned() -> None:
-    """Pinning takes time, and nothing copies from a GPU."""
+def test_a_state_on_the_host_is_not_pinned() -> None:
+    """A state on the CPU is not staged to pinned memory."""
     drop_idle_segments()
     assert not Stager().stage({"weights": torch.rand(1 << 20)})["weights"].is_pinned()
 
 
-def test_memory_that_is_not_pinned_any_more_is_given_back(caplog: pytest.LogCaptureFixture) -> None:
-    """CUDA registers a range once: a second time is refused, and the same range again after the end of the first."""
+def test_memory_is_unregistered_before_it_is_pinned_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Pinned memory is unregistered before the segment grows and is pinned again. A second registration of pinned
+    memory raises MemoryError.
+    """
     segment = Segment(1 << 21)
     segment.pin()
     view = memoryview(segment._memory)
     with pytest.raises(MemoryError, match="does not pin 2,097,152 bytes"):
         PinnedPages(view)
-    assert float(torch.ones(3, device="cuda").sum()) == 3.0, "the refusal is not raised by a kernel of the training"
+    assert float(torch.ones(3, device="cuda").sum()) == 3.0, "a later kernel does not raise the refusal"
     view.release()
     segment.grow(1 << 22)
     with caplog.at_level(logging.WARNING):
@@ -76,7 +78,7 @@ def test_memory_that_is_not_pinned_any_more_is_given_back(caplog: pytest.LogCapt
 
 
 def test_a_save_waits_for_the_copy(tmp_path: Path) -> None:
-    """By default the state may change by anything, on any stream, once `async_save` has returned."""
+    """By default the state may change on any stream once `async_save` has returned."""
     weights = torch.full((1 << 22,), 1.0, device="cuda")
     writer = ReplicatedWriter(tmp_path, copies=1)
     keep_gpu_busy()
@@ -88,7 +90,9 @@ def test_a_save_waits_for_the_copy(tmp_path: Path) -> None:
 
 
 def test_an_overlapped_save_waits_for_nothing(tmp_path: Path) -> None:
-    """What the stream is told after `hold_until_copied` comes after the copy, and what it was told before, before it."""
+    """An overlapped save does not wait for the GPU. Changes that were queued before the save are in the copy. Changes
+    after `hold_until_copied` are not.
+    """
     weights = torch.full((1 << 22,), 1.0, device="cuda")
     writer = ReplicatedWriter(tmp_path, copies=1, overlap=True)
     save({"weights": weights}, "step-1", writer).result(TIMEOUT_S)  # takes and pins the memory
@@ -97,13 +101,12 @@ def test_an_overlapped_save_waits_for_nothing(tmp_path: Path) -> None:
     future = save({"weights": weights}, "step-2", writer)
     writer.hold_until_copied()
     weights.fill_(4.0)
-    assert not is_gpu_idle(), "something has waited for the GPU"
+    assert not is_gpu_idle(), "the save has waited for the GPU"
     future.result(TIMEOUT_S)
     assert bool((loaded(tmp_path, "step-2", weights) == 3.0).all())
 
 
-def test_a_state_that_goes_in_an_overlapped_save_is_kept_until_it_is_copied(tmp_path: Path) -> None:
-    """As a gathered state dict, whose memory the next step's tensors would take."""
+def test_a_state_that_is_dropped_in_an_overlapped_save_is_kept_until_copied(tmp_path: Path) -> None:
     writer = ReplicatedWriter(tmp_path, copies=1, overlap=True)
     weights = torch.full((1 << 24,), 5.0, device="cuda")
     save({"weights": weights}, "step-0", writer).result(TIMEOUT_S)  # takes and pins the memory
@@ -118,7 +121,7 @@ def test_a_state_that_goes_in_an_overlapped_save_is_kept_until_it_is_copied(tmp_
 
 
 def test_a_manager_overlaps_both_tiers(tmp_path: Path) -> None:
-    """Memory tier and disk have one copy of the state."""
+    """The memory tier and the disk share one overlapped copy of the state."""
     weights = torch.full((1 << 22,), 1.0, device="cuda")
     state: dict[str, Any] = {"weights": weights, "step": 1}
     options = {"overlap": True}

@@ -1,4 +1,6 @@
-"""The place of a save: a node that was not heard when it began may know a newer one than the nodes that were."""
+"""The sequence number of a save: a node that was unreachable at its start may have a newer number than the reachable
+ones.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +26,11 @@ def decided(store: LocalStore, sequence: int) -> SaveDecision:
     return replace(decision_of(own), save_id="f" * 32, checkpoint_id="step-4", sequence=sequence, lineage=RUN)
 
 
-@pytest.mark.parametrize("how", ["saved here", "heard of"])
-def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows(tmp_path: Path, how: str) -> None:
-    """Its agent had died when the save began, and the coordinator's node had been away: loads took the older state."""
+@pytest.mark.parametrize("how", ["saved here", "reported by a peer"])
+def test_a_node_refuses_a_save_older_than_one_it_has_seen(tmp_path: Path, how: str) -> None:
+    """A node that was unreachable at the start refuses a save whose number is not above the newest that it has seen. A
+    higher number is accepted.
+    """
     store = LocalStore(tmp_path)
     if how == "saved here":
         checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage=RUN)
@@ -44,8 +48,8 @@ def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows
     assert findings(store) == []
 
 
-def test_another_runs_saves_say_nothing_of_this_one(tmp_path: Path) -> None:
-    """Sequences go by lineage."""
+def test_another_runs_saves_do_not_count(tmp_path: Path) -> None:
+    """Sequence numbers count per lineage: another run's saves do not matter."""
     store = LocalStore(tmp_path)
     checkpointed([store], 9, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage="b" * 16)
     open_unreached(store, decided(store, 1), "host3")
@@ -53,8 +57,9 @@ def test_another_runs_saves_say_nothing_of_this_one(tmp_path: Path) -> None:
     assert findings(store) == []
 
 
-def test_two_saves_of_one_id_that_are_open_at_once_do_not_share_a_number(tmp_path: Path) -> None:
-    """Two jobs began before either had written: a node that got both could publish one of them alone, for ever.
+def test_two_open_saves_of_one_id_do_not_share_a_file_number(tmp_path: Path) -> None:
+    """Two open saves of one id never use the same file number. Otherwise a node with both could publish only one of
+    them.
 
     Source: torture, seed 924079.
     """

@@ -1,4 +1,6 @@
-"""Who writes whose copies from its own memory, and which of these count; without processes."""
+"""Which rank writes copies of another's shard from its own memory, and which of these copies count. No processes are
+started.
+"""
 
 from dataclasses import replace
 
@@ -42,8 +44,10 @@ def posts(one: SaveDecision, digests: str, tokens: dict[int, str] | None = None)
     ]
 
 
-def test_a_rank_with_a_file_of_unchanged_entries_copies_for_others_and_is_sent_for() -> None:
-    """A helper does not know what lies in that file."""
+def test_a_rank_with_a_file_of_unchanged_entries_helps_but_is_not_helped() -> None:
+    """A rank with a file of unchanged entries has no helpers, as they do not know its content. The rank still helps
+    others.
+    """
     one = decision((0, 0, 1, 1))
     given = posts(one, "aaaa")
     given[0] = replace(given[0], takes_copies=False)
@@ -55,7 +59,7 @@ def test_a_rank_with_a_file_of_unchanged_entries_copies_for_others_and_is_sent_f
 
 
 def test_a_digest_is_of_names_places_and_sizes() -> None:
-    """Equal for equal items on any rank; "" without any."""
+    """The digest of a plan is equal for equal items on any rank, and "" for no items."""
     assert digest_of_items(plan_of("a", "b").items) == digest_of_items(plan_of("a", "b").items)
     assert digest_of_items(plan_of("a", "b").items) != digest_of_items(plan_of("a").items)
     assert digest_of_items([]) == ""
@@ -67,7 +71,7 @@ def test_a_digest_is_of_names_places_and_sizes() -> None:
 @pytest.mark.parametrize(
     ("digests", "expected"),
     [
-        ("aaaa", ((2,), (3,), (0,), (1,))),  # each of them one
+        ("aaaa", ((2,), (3,), (0,), (1,))),  # one helper each
         ("abab", ((2,), (3,), (0,), (1,))),
         ("abba", ((3,), (2,), (1,), (0,))),
         ("ab a", ((3,), (), (), (0,))),
@@ -76,7 +80,7 @@ def test_a_digest_is_of_names_places_and_sizes() -> None:
     ],
 )
 def test_helpers_have_equal_plans_and_share_the_work(digests: str, expected: tuple[tuple[int, ...], ...]) -> None:
-    """On the buddy node; a rank that says nothing of its plan neither helps nor is helped."""
+    """A helper has the same plan digest and is on the buddy node. A rank without a digest neither helps nor is helped."""
     one = decision((0, 0, 1, 1))
     chosen = HelpPlans().choose(one, posts(one, digests), [plan_of("a")] * 4)
     assert chosen.helpers == expected
@@ -84,8 +88,10 @@ def test_helpers_have_equal_plans_and_share_the_work(digests: str, expected: tup
     assert find_helped(chosen, 0) == (frozenset({"n1"}) if expected else frozenset())
 
 
-def test_plans_that_would_not_arrive_get_no_help() -> None:
-    """Of torch's own caching, which leaves plans out; of a rank that writes nothing; of planners that make plans anew."""
+def test_plans_that_cannot_be_sent_get_no_help() -> None:
+    """A rank with an empty plan is not helped, and a plan that torch's caching omits rules out all help. A planner with
+    its own `finish_plan` has no digest.
+    """
     one, full, none = decision((0, 1)), plan_of("a"), SavePlan([])
     assert HelpPlans().choose(one, posts(one, "aa"), [full, none]).helpers == ((1,), ())
     assert HelpPlans().choose(one, posts(one, "aa"), [full, SavePlan([], usable=False)]).helpers == ()
@@ -95,7 +101,7 @@ def test_plans_that_would_not_arrive_get_no_help() -> None:
             return SavePlan(new_plan.items)
 
     plans = HelpPlans()
-    assert plans.digest_of(full.items) == "", "not before a planner was seen"
+    assert plans.digest_of(full.items) == "", "no planner was seen yet"
     plans.note_planner(Remaking())
     assert plans.digest_of(full.items) == ""
     plans.note_planner(CachedSavePlanner())
@@ -103,7 +109,9 @@ def test_plans_that_would_not_arrive_get_no_help() -> None:
 
 
 def test_pairs_that_differ_are_not_tried_again() -> None:
-    """By a value that was named, another rank of the node helps; by their files, none does."""
+    """A pair whose values differed is not chosen again, and another rank of the node helps. An owner whose file
+    differed gets no helper.
+    """
     one, plans, finals = decision((0, 0, 1, 1)), HelpPlans(), [plan_of("a")] * 4
     plans.exclude([Divergence("w", (), 0, True, 0, ((0, 1, 3), (2,)))])
     assert plans.choose(one, posts(one, "aaaa"), finals).helpers == ((3,), (2,), (0,), (1,))
@@ -111,8 +119,8 @@ def test_pairs_that_differ_are_not_tried_again() -> None:
     assert plans.choose(one, posts(one, "aaaa"), finals).helpers == ((), (2,), (0,), (1,))
 
 
-def test_items_are_sent_once_as_long_as_they_are_the_same_objects() -> None:
-    """To a rank that has them; to one that was started anew they are sent again."""
+def test_unchanged_items_are_sent_once() -> None:
+    """A helper gets the owner's items once, and again after a restart or when the items change."""
     one, coordinator, rank = decision((0, 1)), HelpPlans(), HelpPlans()
     finals = [plan_of("a"), plan_of("b")]
     chosen = coordinator.choose(one, posts(one, "xx"), finals)
@@ -123,7 +131,7 @@ def test_items_are_sent_once_as_long_as_they_are_the_same_objects() -> None:
     again = coordinator.add_to_plans(finals, chosen, posts(one, "xx", {1: rank.token}))[1]
     assert again.storage_data == HelpPlan(first.token, None)
     assert rank.take(again) == {0: finals[0].items}
-    assert HelpPlans().take(again) == {}, "no items are better than those of another save"
+    assert HelpPlans().take(again) == {}, "better no items than those of another save"
     assert rank.take(finals[1]) == {}
     changed = coordinator.add_to_plans([plan_of("a"), finals[1]], chosen, posts(one, "xx", {1: rank.token}))[1]
     assert changed.storage_data.items_by_owner is not None
@@ -134,7 +142,7 @@ def test_items_are_sent_once_as_long_as_they_are_the_same_objects() -> None:
     [((10, 5), ""), ((10, 6), "other bytes than rank 0 saved"), ((9, 5), "other bytes"), (None, "could not write it")],
 )
 def test_a_copy_counts_if_it_is_the_same_file(copy: tuple[int, int] | None, missed: str) -> None:
-    """By size and checksum, as the owner has them in its receipt."""
+    """A copy counts only if its size and checksum equal those in the owner's receipt."""
     one = replace(decision((0, 1)), helpers=((1,), ()))
     made = () if copy is None else (ShardReceipt("__0_0.distcp", *copy, ("n1",)),)
     receipts = [Receipt((ShardReceipt("__0_0.distcp", 10, 5, ("n0",)),)), Receipt(copies=made)]

@@ -1,4 +1,4 @@
-"""Which file each item of a rank goes to, and the metadata of a checkpoint without its optimizer."""
+"""Which file each item of a rank is written to, and the metadata of a checkpoint without its optimizer."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ LARGE = OWN_FILE_BYTES_MIN // 4
 
 
 def items_of(sizes: dict[str, int]) -> list[WriteItem]:
-    """Items with so many elements of 4 bytes; without a size they are objects."""
+    """Items with this number of 4-byte elements. A size of 0 makes an object."""
     state = {name: torch.zeros(size) if size else b"object" for name, size in sizes.items()}
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
@@ -29,7 +29,7 @@ def divided(parts: Parts, sizes: dict[str, int], *, own_apart: bool = False) -> 
 
 
 def test_each_large_part_has_a_file() -> None:
-    """In the order of the parts; what is small goes with the weights."""
+    """Each large part has a file of its own, in the order of the parts. Small parts are in the file of the weights."""
     sizes = {"optim.a": LARGE, "model.a": 1, "loader.a": LARGE, "step": 0}
     found = divided(Parts(), sizes)
     assert found == {Part.WEIGHTS: {"model.a"}, Part.OPTIMIZER: {"optim.a"}, Part.REST: {"loader.a", "step"}}
@@ -38,32 +38,36 @@ def test_each_large_part_has_a_file() -> None:
     assert divided(Parts(), small) == {Part.WEIGHTS: set(small)}
 
 
-def test_a_state_without_weights_has_its_first_file_all_the_same() -> None:
-    """Names that nothing is known of: then the rest is the main part. An optimizer alone keeps its own number."""
+def test_a_state_without_weights_still_has_its_first_file() -> None:
+    """Without entries known as weights, the other entries take the place of the weights. An optimizer alone keeps its
+    own file number.
+    """
     assert divided(Parts(), {"a": LARGE, "b": 1}) == {Part.WEIGHTS: {"a", "b"}}
     assert divided(Parts(), {"a": 1, "optim.a": LARGE}) == {Part.WEIGHTS: {"a"}, Part.OPTIMIZER: {"optim.a"}}
     assert divided(Parts(), {"optim.a": 1}) == {Part.OPTIMIZER: {"optim.a"}}
     assert divided(Parts(), {}) == {}
 
 
-def test_what_a_rank_alone_has_lies_apart_where_others_copy_its_files() -> None:
-    """Its RankState, and rank 0's value beside it; nothing else then, however large it is."""
+def test_a_ranks_own_items_are_apart_where_others_copy_its_files() -> None:
+    """With `own_apart`, a rank's own items and rank 0's value beside them have a file of their own. Other large items
+    do not.
+    """
     sizes = {"model.a": 1, "loader.a": LARGE, "own.rank-0-of-4": 0, "x.rank.rank-0-of-4": 0, "x.first": 0, "y.first": 0}
     apart = {"own.rank-0-of-4", "x.rank.rank-0-of-4", "x.first"}
     assert divided(Parts(), sizes, own_apart=True) == {Part.WEIGHTS: sizes.keys() - apart, Part.REST: apart}
     assert Part.REST in divided(Parts(), {**sizes, "loader.b": LARGE})
 
 
-def test_a_function_of_the_user_names_the_parts() -> None:
-    """Alone: the names do not count then. What it returns is checked."""
+def test_part_of_alone_determines_the_parts() -> None:
+    """The user's `part_of` alone determines the parts. Its result is checked."""
     parts = Parts(lambda fqn: "optimizer" if fqn.startswith("state") else "weights")
     assert divided(parts, {"state.a": LARGE, "optim.a": 1}) == {Part.WEIGHTS: {"optim.a"}, Part.OPTIMIZER: {"state.a"}}
     with pytest.raises(ConfigInvalid, match=r"part_of\('a'\) returned 'model'"):
         divided(Parts(lambda _: "model"), {"a": 1})  # type: ignore[arg-type, return-value]
 
 
-def test_a_kept_plan_is_divided_once() -> None:
-    """By the same object, whose names are not looked at again."""
+def test_a_cached_plan_is_divided_once() -> None:
+    """The same list of items is divided once."""
     asked: list[str] = []
     parts = Parts(lambda fqn: asked.append(fqn) or "weights")  # type: ignore[func-returns-value]
     items = items_of({"a": 1, "b": 1})
@@ -78,7 +82,7 @@ def metadata_of(files: dict[str, str]) -> Metadata:
 
 
 def test_the_metadata_without_the_optimizer() -> None:
-    """Also where a small optimizer lies in the file of the weights."""
+    """The metadata without the optimizer also omits optimizer entries that are in the file of the weights."""
     whole = metadata_of(
         {"model.a": "__0_0.distcp", "optim.a": "__0_1.distcp", "optim.b": "__0_0.distcp", "x": "__1_2.distcp"}
     )
@@ -95,5 +99,5 @@ def test_the_metadata_without_the_optimizer() -> None:
     "files",
     [{"model.a": "__0_0.distcp"}, {"optim.a": "__0_1.distcp"}, {"optim.a": "__0_1.distcp", "optim.b": "__0_0.distcp"}],
 )
-def test_there_is_nothing_to_drop_or_to_keep(files: dict[str, str]) -> None:
+def test_without_weights_or_a_droppable_file_nothing_is_dropped(files: dict[str, str]) -> None:
     assert without_optimizer(metadata_of(files), Parts()) is None

@@ -1,4 +1,4 @@
-"""Staging: a tensor on a device reaches the host in pieces, whole and in order, two at a time."""
+"""Staging: a tensor on a device is copied to the host in ordered pieces, at most two at a time."""
 
 import ctypes
 
@@ -17,21 +17,21 @@ def tensors(device: str) -> list[torch.Tensor]:
 
 
 def plain_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements in the order in which they lie in memory."""
+    """The elements in memory order."""
     flat = tensor.as_strided((tensor.numel(),), (1,)).clone().cpu()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_pieces_are_the_tensor(device: str) -> None:
-    """Whatever its dtype, its strides and its offset in a larger storage, on any device."""
+    """The pieces together are the tensor's bytes, for any dtype, strides, offset and device."""
     for tensor in tensors(device):
         assert b"".join(bytes(memory_of(piece)) for piece in copy_to_host(tensor, PIECE_BYTES)) == plain_bytes(tensor)
 
 
 @pytest.mark.gpu
 def test_pieces_come_through_pinned_memory() -> None:
-    """From a GPU they are copied asynchronously, after what was asked of the tensor before."""
+    """Pieces from a GPU are in pinned memory, and contain the result of earlier kernels."""
     tensor = torch.zeros(1 << 24, device="cuda")
     for step in range(1, 50):
         tensor.fill_(step)
@@ -42,6 +42,6 @@ def test_pieces_come_through_pinned_memory() -> None:
 
 
 def test_two_pieces_at_most_are_on_the_host() -> None:
-    """Memory is that of two pieces, however large the tensor is."""
+    """The host memory is that of two pieces, however large the tensor is."""
     places = {piece.data_ptr() for piece in copy_to_host(torch.zeros(1 << 16), PIECE_BYTES)}
     assert len(places) == 2

@@ -1,4 +1,4 @@
-"""What the hand-over of a shard or a save to this node's agent says when it cannot be done."""
+"""Errors when a shard or a save cannot be submitted to this node's agent."""
 
 import errno
 import os
@@ -44,8 +44,10 @@ def outline(node: str) -> Outline:
     return Outline(manifest, {}, 1, must_have_all=True)
 
 
-def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started again and asked three times; then the error names the save, and the log under the name that it has."""
+def test_an_agent_that_does_not_answer_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent agent is asked three times and restarted twice. Then AgentSilent names the save, and the hint names the
+    agent's log.
+    """
     monkeypatch.setattr(submission, "_PAUSE_S", 0.01)
     store = LocalStore(tmp_path)
     started: list[None] = []
@@ -55,8 +57,10 @@ def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.
     assert f"ROOT/{store.root_agent_directory().name}/{LOG_NAME} " in raised.value.hint
 
 
-def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank writes it itself then, and the hint states that no action is needed."""
+def test_a_shard_outside_the_staged_memory_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard with too many bytes outside the staged memory is not submitted. The hint states that no action is needed,
+    as the rank writes it.
+    """
     monkeypatch.setattr(submission, "BETWEEN_BYTES_MAX", 8)
     shard = ShardLayout(memoryview(bytearray(16)))
     try:
@@ -68,8 +72,8 @@ def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.Monk
     assert "No action is needed" in raised.value.hint
 
 
-def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:
-    """The rank writes it itself, too; and the descriptor is closed, though what it was to have cannot be written."""
+def test_a_shard_without_memory_is_not_submitted() -> None:
+    """There is no memory for the bytes between the tensors: StoreUnavailable is raised, and the descriptor is closed."""
     before, shard = resource.getrlimit(resource.RLIMIT_FSIZE), ShardLayout(memoryview(bytearray(16)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
     try:
@@ -84,10 +88,10 @@ def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning")
-def test_a_rank_that_gets_no_descriptor_for_the_hand_over_writes_its_shard(
+def test_a_rank_without_a_descriptor_to_submit_writes_its_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was staged is saved: only what lies between the tensors has no memory of its own."""
+    """A rank that cannot get a descriptor for the submission writes its shard itself, and the checkpoint is complete."""
     make = os.memfd_create
 
     def refuse(name: str, *flags: int) -> int:

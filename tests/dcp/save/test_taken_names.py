@@ -1,4 +1,6 @@
-"""A name that is taken: what is not whole for certain gives way to a save, and everything else stays."""
+"""A save under an existing id with overwrite=False replaces only a checkpoint that is certainly lost. Any other one is
+kept.
+"""
 
 import multiprocessing
 from pathlib import Path
@@ -41,8 +43,8 @@ def refusal(root: Path, checkpoint_id: str = "step-1") -> ReplicatedCkptError:
 
 
 @pytest.mark.parametrize("gone", [["__0_0.distcp"], [".metadata"]])
-def test_a_checkpoint_that_is_lost_does_not_block_its_name(tmp_path: Path, gone: list[str]) -> None:
-    """A part that the only node has lost cannot come back: the save needs no `overwrite`, and loads."""
+def test_a_lost_checkpoint_does_not_block_its_id(tmp_path: Path, gone: list[str]) -> None:
+    """The only node lost a shard or `.metadata`: the save replaces the checkpoint."""
     save(tmp_path, value=1.0)
     for name in gone:
         (tmp_path / "step-1" / name).unlink()
@@ -51,19 +53,18 @@ def test_a_checkpoint_that_is_lost_does_not_block_its_name(tmp_path: Path, gone:
 
 
 @pytest.mark.parametrize("gone", [[".metadata", ".manifest.json"], [".manifest.json"]])
-def test_what_no_manifest_describes_stays(tmp_path: Path, gone: list[str]) -> None:
-    """Which nodes have parts of it, and in which format, cannot be known: the error says so, and the way out."""
+def test_a_checkpoint_without_a_manifest_stays(tmp_path: Path, gone: list[str]) -> None:
+    """Without a manifest the nodes and the format are unknown: the save raises CheckpointExists, and the files stay."""
     save(tmp_path, value=1.0)
     for name in gone:
         (tmp_path / "step-1" / name).unlink()
     error = refusal(tmp_path)
     assert isinstance(error, CheckpointExists)
-    assert "overwrite=True" in error.hint or gone == [".manifest.json"]  # that is whole as stock torch's files are
+    assert "overwrite=True" in error.hint or gone == [".manifest.json"]  # stock torch can read the rest
     assert (tmp_path / "step-1" / "__0_0.distcp").exists()
 
 
 def test_a_newer_format_stays(tmp_path: Path) -> None:
-    """A manifest that this version cannot read is no reason to take its checkpoint for lost."""
     save(tmp_path, value=1.0)
     make_newer(tmp_path / "step-1" / MANIFEST_NAME)
     before = sorted((tmp_path / "step-1").iterdir())
@@ -72,7 +73,7 @@ def test_a_newer_format_stays(tmp_path: Path) -> None:
 
 
 def test_a_save_of_stock_torch_that_died_stays(tmp_path: Path) -> None:
-    """Shards without `.metadata`, which stock torch writes last, may have it on a node that is not in the job."""
+    """Stock torch's checkpoint is kept, also without `.metadata`, which another node may have."""
     folder = tmp_path / "step-1"
     dcp.save({"w": torch.ones(8)}, checkpoint_id=folder)
     assert isinstance(refusal(tmp_path), CheckpointExists)
@@ -85,7 +86,9 @@ def test_a_save_of_stock_torch_that_died_stays(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_answer_may_hold_what_is_missing(tmp_path: Path) -> None:
-    """Half a checkpoint stays while the node of the other half is away, and the error names that node and the way out."""
+    """The node with the other shard is unreachable: the save raises CheckpointExists, which names the shard and the
+    node.
+    """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     checkpointed(stores, 1, EACH_ITS_OWN, copies=1)
     error = refusal(stores[0].root)
@@ -96,10 +99,10 @@ def test_a_node_that_does_not_answer_may_hold_what_is_missing(tmp_path: Path) ->
     assert held(stores[0]) == {shard(0)}
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoints of several runs")  # the one made by hand has no lineage
+@pytest.mark.filterwarnings("ignore:Checkpoints of several runs")  # the test's own checkpoint has no lineage
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_nodes_that_answer_say_whether_a_checkpoint_is_whole(tmp_path: Path, is_lost: bool) -> None:
-    """With all its nodes there it stays if they hold all of it together, and gives way if a shard is on none."""
+def test_nodes_that_answer_determine_whether_a_checkpoint_is_lost(tmp_path: Path, is_lost: bool) -> None:
+    """All nodes of the checkpoint answer: a complete one is kept, and one with a lost shard is replaced."""
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     checkpointed(stores, 1, EACH_ITS_OWN, copies=1)
     if is_lost:
@@ -114,8 +117,10 @@ def test_nodes_that_answer_say_whether_a_checkpoint_is_whole(tmp_path: Path, is_
 
 
 @pytest.mark.parametrize("kept", ["run", "stock", "manifest"])
-def test_what_else_has_the_name_stays(tmp_path: Path, kept: str) -> None:
-    """One that is lost gives way to nothing that would go with it: another run's, stock torch's, one without manifest."""
+def test_another_checkpoint_with_the_id_stays(tmp_path: Path, kept: str) -> None:
+    """One checkpoint is lost, but another one has the same id, from another run, stock torch, or without a manifest:
+    the save is refused, and the files stay.
+    """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     if kept == "stock":
         dcp.save({"w": torch.ones(8)}, checkpoint_id=stores[0].root / "step-1")
@@ -135,8 +140,8 @@ def test_what_else_has_the_name_stays(tmp_path: Path, kept: str) -> None:
     assert {path: path.read_bytes() for path in (stores[0].root / "step-1").iterdir()} == before
 
 
-def test_what_is_being_published_stays(tmp_path: Path) -> None:
-    """A save that one node has published and another still stages gets whole: it is not taken for lost."""
+def test_a_save_that_is_being_published_stays(tmp_path: Path) -> None:
+    """One node has published the save and another still stages it: the checkpoint is kept."""
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     manifest = checkpointed(stores, 1, EACH_ITS_OWN, copies=1, on=[0])
     with running_agent(stores[0].root) as first, running_agent(stores[1].root) as second:
@@ -149,8 +154,8 @@ def test_what_is_being_published_stays(tmp_path: Path) -> None:
         assert f"node {stores[1].node_id()} at" in error.message
 
 
-def test_what_may_lie_in_a_bucket_stays(tmp_path: Path) -> None:
-    """A checkpoint that was to be uploaded may be whole there, though no node holds all of it."""
+def test_a_checkpoint_that_may_be_in_a_bucket_stays(tmp_path: Path) -> None:
+    """A checkpoint that was to be uploaded may be complete in the bucket: it is kept."""
     store = LocalStore(tmp_path)
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, url="s3://bucket/run")
     (tmp_path / "step-1" / shard(0)).unlink()
@@ -160,10 +165,12 @@ def test_what_may_lie_in_a_bucket_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written_by", ["another run", "stock torch"])
-def test_a_process_warns_once_when_it_replaces_what_is_not_its_own(
+def test_a_process_warns_once_when_it_replaces_another_runs_checkpoint(
     tmp_path: Path, written_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warning names the checkpoint, its run and overwrite=False; the next save over that run's is silent."""
+    """Replacing a checkpoint of another run or of stock torch warns with its id, its run and overwrite=False. The next
+    replacement is silent.
+    """
     monkeypatch.setattr(numbering, "_replaced_runs", set())  # another test may have warned in this process
     store = LocalStore(tmp_path)
     for number in (1, 2):
@@ -180,8 +187,8 @@ def test_a_process_warns_once_when_it_replaces_what_is_not_its_own(
     assert [loaded(tmp_path, f"step-{number}") for number in (1, 2)] == [5.0, 4.0]
 
 
-def test_a_process_that_has_loaded_a_run_replaces_its_checkpoints_in_silence(tmp_path: Path) -> None:
-    """A job that resumes and passes a step again is not warned of its own run."""
+def test_a_process_that_has_loaded_a_run_replaces_its_checkpoints_silently(tmp_path: Path) -> None:
+    """A job that resumed a run replaces that run's checkpoints without a warning."""
     process = multiprocessing.get_context("fork").Process(target=save, args=(tmp_path, "step-1", 1.0))
     process.start()
     process.join()
@@ -192,7 +199,7 @@ def test_a_process_that_has_loaded_a_run_replaces_its_checkpoints_in_silence(tmp
 
 @pytest.mark.parametrize(("first", "second"), [("step-1/ema", "step-1"), ("step-1", "step-1/ema")])
 def test_one_checkpoint_may_lie_in_the_directory_of_another(tmp_path: Path, first: str, second: str) -> None:
-    """In either order; each is overwritten and read for itself."""
+    """Checkpoints with the ids "step-1" and "step-1/ema" are saved, replaced and loaded separately, in either order."""
     save(tmp_path, first, 1.0)
     save(tmp_path, second, 2.0)
     assert [loaded(tmp_path, first), loaded(tmp_path, second)] == [1.0, 2.0]

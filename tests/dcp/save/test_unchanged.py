@@ -1,4 +1,4 @@
-"""What has not changed is linked from save to save; what has changed anywhere, by one bit, is written."""
+"""Unchanged entries are linked from save to save. An entry in which any bit has changed is written."""
 
 import errno
 import os
@@ -19,11 +19,11 @@ from tests.agent.agents import ANSWER_S, wait_for
 from tests.agent.checkpoints import findings
 
 LARGE = 1 << 20
-"""Elements of a tensor that is worth a file of its own: 4 MiB."""
+"""Elements of a tensor of 4 MiB, which is large enough for a file of its own."""
 
 
 def frozen_run() -> dict[str, torch.Tensor]:
-    """An encoder that does not train, in any layout, and a head that does."""
+    """A frozen encoder in several layouts, and a head that trains."""
     torch.manual_seed(3)
     return {
         "model.encoder": torch.rand(LARGE),
@@ -41,7 +41,7 @@ def train(state: dict[str, torch.Tensor]) -> None:
 
 
 class Run:
-    """One rank that saves again and again, and the states that it saved."""
+    """One rank that saves repeatedly. `saved`: the saved states."""
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.root = root
@@ -51,7 +51,7 @@ class Run:
         self.writer = ReplicatedWriter(root, copies=1, **options)
 
     def save(self, name: str = "") -> str:
-        """Saves under a new name; returns the name of the file of unchanged entries, "" if there is none."""
+        """Saves under a new id. Returns the path of the file of unchanged entries, or ""."""
         name = name or f"run/step-{len(self.saved)}"
         dcp.save(self.state, storage_writer=self.writer, checkpoint_id=name)
         self.saved[name] = {fqn: value.clone() for fqn, value in self.state.items()}
@@ -62,7 +62,7 @@ class Run:
         return str(self.root / name / found[0]) if found else ""
 
     def check(self) -> None:
-        """Every checkpoint that is left is whole, and loads bit for bit."""
+        """Checks that every remaining checkpoint is complete and loads bit for bit."""
         assert findings(self.store) == []
         for name, expected in self.saved.items():
             if not (self.root / name).exists():
@@ -80,7 +80,7 @@ def run(root: Path) -> Iterator[Run]:
 
 
 def is_linked(paths: list[str]) -> list[bool]:
-    """Of each file whether it is that of the save before."""
+    """For each file, whether it is the same file as in the save before."""
     stats = [Path(path).stat() if path else None for path in paths]
     return [
         one is not None and before is not None and os.path.samestat(one, before)
@@ -96,8 +96,10 @@ def repeat(run: Run, times: int) -> list[str]:
     return paths
 
 
-def test_what_stays_the_same_is_linked_from_the_fourth_save_on(run: Run) -> None:
-    """Two saves find it, the third writes it into a file of its own. What changes is all that is written then."""
+def test_unchanged_entries_are_linked_from_the_fourth_save_on(run: Run) -> None:
+    """The third save writes the unchanged entries into a file of their own, and later saves link that file. Only
+    changed entries are written then.
+    """
     paths = repeat(run, 6)
     assert [bool(path) for path in paths] == [False, False, True, True, True, True]
     assert is_linked(paths) == [False, False, False, True, True, True]
@@ -111,7 +113,7 @@ def test_what_stays_the_same_is_linked_from_the_fourth_save_on(run: Run) -> None
 
 
 def test_a_lora_run_writes_its_adapters(root: Path) -> None:
-    """And as much as a save of the adapters and their optimizer alone writes."""
+    """A LoRA run writes about as much as a save of the adapters and their optimizer alone."""
     torch.manual_seed(4)
     base = {f"model.layer{n}.base": torch.rand(LARGE // 4) for n in range(24)}
     adapters = {f"model.layer{n}.lora_{part}": torch.rand(16, 512) for n in range(24) for part in "AB"}
@@ -133,7 +135,9 @@ def test_a_lora_run_writes_its_adapters(root: Path) -> None:
 
 @pytest.mark.parametrize("entry", ["model.encoder", "model.turned", "model.some", "model.half"])
 def test_one_bit_between_the_samples_is_written(run: Run, entry: str) -> None:
-    """Samples find candidates; only hashes of all bytes make a link. What has changed is not linked again."""
+    """One flipped bit that sampling misses is found by the hash of all bytes: the entry is written, and no longer
+    linked.
+    """
     repeat(run, 4)
     value = run.state[entry]
     index = tuple(size * 3 // 7 for size in value.shape)
@@ -148,15 +152,15 @@ def test_one_bit_between_the_samples_is_written(run: Run, entry: str) -> None:
 
 
 def test_an_entry_of_another_shape_or_type_is_written(run: Run) -> None:
-    """Of the same bytes, too."""
+    """An entry with the same bytes but another shape or dtype is written."""
     repeat(run, 4)
     run.state["model.encoder"] = run.state["model.encoder"].reshape(1024, -1)
     run.state["model.half"] = run.state["model.half"].view(torch.float16)
     assert is_linked(repeat(run, 1)) == [False]
 
 
-def test_a_run_in_which_all_changes_has_no_such_file(run: Run) -> None:
-    """And no entry is hashed."""
+def test_a_run_in_which_all_changes_has_no_file_of_unchanged_entries(run: Run) -> None:
+    """No entry is hashed if all entries change."""
     with mock.patch("replicated_ckpt.dcp.save.shard_files.UnchangedEntries.hash_items") as hashed:
         for _ in range(4):
             run.state = {fqn: value + 1 for fqn, value in run.state.items()}
@@ -171,7 +175,7 @@ def test_without_the_option_every_save_writes_everything(root: Path) -> None:
 
 
 def test_a_failed_save_in_between_changes_nothing(run: Run) -> None:
-    """The next one links the file of the last committed save; what the failed one found does not count."""
+    """After a failed save, the next one links the file of the last committed save."""
     paths = repeat(run, 4)
     with (
         mock.patch(
@@ -185,7 +189,7 @@ def test_a_failed_save_in_between_changes_nothing(run: Run) -> None:
 
 
 def test_a_save_over_its_own_name_is_linked(run: Run) -> None:
-    """The version that it replaces has the file, until it is removed."""
+    """A save under the same id links the file of the version that it replaces."""
     repeat(run, 3)
     for _ in range(3):
         train(run.state)
@@ -203,7 +207,7 @@ ORDERS = [(retire, range(9)), (recycle, range(9, 0, -1)), (recycle, [4, 9, 3, 0,
 def test_any_of_ten_checkpoints_may_be_removed_in_any_order(
     run: Run, remove: Callable[[Path, str, str], bool], order: Sequence[int]
 ) -> None:
-    """Every other one loads bit for bit, and so do those that are saved in between."""
+    """Checkpoints are removed in several orders: all others, and new saves between the removals, load bit for bit."""
     repeat(run, 10)
     for count, number in enumerate(order):
         name = f"run/step-{number}"
@@ -215,7 +219,7 @@ def test_any_of_ten_checkpoints_may_be_removed_in_any_order(
 
 
 def test_retention_recycles_no_file_that_is_linked(root: Path) -> None:
-    """The next saves write over what it removed, and the checkpoints that are kept stay as they were."""
+    """Retention recycles files of removed checkpoints, but none that is linked: the kept checkpoints stay intact."""
     run = Run(root, retention=Retention(keep_last=3))
     for _ in range(8):
         repeat(run, 1)
@@ -225,7 +229,7 @@ def test_retention_recycles_no_file_that_is_linked(root: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV])
 def test_a_file_system_without_hard_links_gets_all_bytes(run: Run, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save holds, and no warning is given at each of them."""
+    """Without hard links, each save writes all bytes. Once links work again, saves link again."""
     repeat(run, 4)
     real = os.link
 
@@ -240,16 +244,16 @@ def test_a_file_system_without_hard_links_gets_all_bytes(run: Run, code: int, mo
     assert is_linked(["", *repeat(run, 2)]) == [False, False, True]
 
 
-def test_the_source_that_was_removed_is_written_anew(run: Run) -> None:
-    """By hand, or by retention: the next save has all bytes, and the one after it links them."""
+def test_a_source_that_was_removed_is_written_again(run: Run) -> None:
+    """The checkpoint to link from was removed: the next save writes all bytes, and the one after links them."""
     repeat(run, 4)
     name = "run/step-3"
     assert retire(run.root, name, run.store.catalog.manifest(name).save_id)
     assert is_linked(repeat(run, 2)) == [False, True]
 
 
-def test_a_writer_of_a_new_process_begins_anew(run: Run) -> None:
-    """It knows no hashes: after three saves it links again."""
+def test_a_new_writer_links_from_its_fourth_save_on(run: Run) -> None:
+    """A new writer has no hashes: it links again from its fourth save on."""
     repeat(run, 4)
     run.writer = ReplicatedWriter(run.root, copies=1)
     assert is_linked(repeat(run, 4)) == [False, False, False, True]

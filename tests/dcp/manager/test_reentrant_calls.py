@@ -1,4 +1,4 @@
-"""CheckpointManager called where a call of it is under way: by a signal handler, a callback, a forked child."""
+"""CheckpointManager called during another call of the same manager: by a signal handler, a callback or a forked child."""
 
 import os
 import signal
@@ -27,18 +27,20 @@ def state(value: int) -> dict[str, Any]:
     return {"weights": torch.full((1000,), float(value)), "step": value}
 
 
-def _go_on(manager: CheckpointManager) -> None:
+def _save_and_close(manager: CheckpointManager) -> None:
     manager.save(2, state(2))
     manager.close()
 
 
 def test_a_child_that_is_forked_waits_for_no_save_of_its_parent(tmp_path: Path) -> None:
-    """The thread that saves is not in it: what the child calls, or its leaving of `with`, goes on at once."""
+    """A forked child does not have the parent's saving thread. Its own save and `close` do not wait for the parent's
+    save.
+    """
     parent, gate = os.getpid(), threading.Event()
     with CheckpointManager(tmp_path, on_save=lambda _: os.getpid() != parent or gate.wait(60)) as manager:
         manager.async_save(1, state(1))
         wait_for((tmp_path / "step-1" / ".metadata").exists, 20, "the commit")
-        child = get_context("fork").Process(target=_go_on, args=(manager,))
+        child = get_context("fork").Process(target=_save_and_close, args=(manager,))
         child.start()
         child.join(30)
         child.kill()
@@ -52,7 +54,9 @@ def test_a_child_that_is_forked_waits_for_no_save_of_its_parent(tmp_path: Path) 
 @pytest.mark.parametrize("call", ["save", "async_save"])
 @pytest.mark.parametrize("inner", ["save", "close"])
 def test_a_signal_handler_is_refused_in_the_middle_of_a_call(tmp_path: Path, call: str, inner: str) -> None:
-    """It would wait for locks that the interrupted call holds; between two calls it may save."""
+    """A signal handler that calls the manager during a call gets ConfigInvalid, as it would wait for locks of the
+    interrupted call. Between calls it may call.
+    """
     raised: list[ConfigInvalid] = []
 
     def handle(*_: object) -> None:
@@ -62,7 +66,7 @@ def test_a_signal_handler_is_refused_in_the_middle_of_a_call(tmp_path: Path, cal
             raised.append(exc)
 
     class Signalling:
-        """Interrupts what flattens or copies it."""
+        """Raises a signal while it is pickled or copied."""
 
         def __reduce__(self) -> Any:
             signal.raise_signal(signal.SIGALRM)
@@ -82,8 +86,8 @@ def test_a_signal_handler_is_refused_in_the_middle_of_a_call(tmp_path: Path, cal
     assert main(["verify", "--root", str(tmp_path)]) == ExitCode.OK
 
 
-def test_callbacks_may_ask(tmp_path: Path) -> None:
-    """They are called in the thread of the caller, when nothing is held."""
+def test_callbacks_may_call_the_manager(tmp_path: Path) -> None:
+    """`on_save` and `on_load` of synchronous calls may call `latest_step`: no lock is held then."""
     told: list[Any] = []
     manager: CheckpointManager
     ask: dict[str, Any] = {key: lambda _: told.append(manager.latest_step()) for key in ("on_save", "on_load")}
@@ -93,8 +97,10 @@ def test_callbacks_may_ask(tmp_path: Path) -> None:
     assert told == [1, 1]
 
 
-def test_it_is_closed_where_signals_can_be_given_back(tmp_path: Path) -> None:
-    """In another thread `close` says so and changes nothing: the save is waited for, and SIGTERM works, after one here."""
+def test_close_needs_the_main_thread(tmp_path: Path) -> None:
+    """`close` outside the main thread raises and changes nothing. `close` in the main thread waits for the save and
+    restores the signal handler.
+    """
     before = signal.getsignal(signal.SIGTERM)
     manager = CheckpointManager(tmp_path)
     manager.async_save(1, state(1))

@@ -1,4 +1,6 @@
-"""Arguments as one passes them to FileSystemWriter and FileSystemReader: each error names what to pass instead."""
+"""Arguments in the form that FileSystemWriter and FileSystemReader take: each works, or its error states what to pass
+instead.
+"""
 
 import warnings
 from pathlib import Path
@@ -20,8 +22,10 @@ def save(root: Path, checkpoint_id: str) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=checkpoint_id, storage_writer=ReplicatedWriter(root), no_dist=True)
 
 
-def test_a_checkpoint_given_as_root_is_told_apart(tmp_path: Path) -> None:
-    """FileSystemReader takes the checkpoint's own directory: the hint names the directory above and the id."""
+def test_a_checkpoint_given_as_root_gets_a_hint(tmp_path: Path) -> None:
+    """A checkpoint's own directory is passed as the root of a load: the hint names the parent directory and the id to
+    pass.
+    """
     save(tmp_path, "step-1")
     with pytest.raises(CheckpointNotFound) as raised:
         dcp.load({"w": torch.zeros(3)}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "step-1"))
@@ -29,7 +33,9 @@ def test_a_checkpoint_given_as_root_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_no_store_is_made_in_a_checkpoint(tmp_path: Path) -> None:
-    """FileSystemWriter takes the checkpoint's own directory: as a root it is refused, and stays as it is."""
+    """A checkpoint's own directory is passed as the root of a save: the save is refused, and the directory stays
+    unchanged.
+    """
     save(tmp_path, "step-1")
     before = sorted((tmp_path / "step-1").iterdir())
     with pytest.raises(CheckpointException) as raised:
@@ -41,8 +47,8 @@ def test_no_store_is_made_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [7, 1.5, b"step-1"])
-def test_an_id_that_is_no_text_is_an_argument_to_correct(tmp_path: Path, given: object) -> None:
-    """A step's number by itself is no name, of a save or of a load."""
+def test_an_id_that_is_no_text_is_refused(tmp_path: Path, given: object) -> None:
+    """A number or bytes as `checkpoint_id` raise ConfigInvalid in a save and in a load."""
     for call in (
         lambda: save(tmp_path, given),  # type: ignore[arg-type]
         lambda: dcp.load({}, checkpoint_id=given, storage_reader=ReplicatedReader(tmp_path), no_dist=True),
@@ -54,23 +60,23 @@ def test_an_id_that_is_no_text_is_an_argument_to_correct(tmp_path: Path, given: 
         assert f"was given {given!r} as its checkpoint_id" in error.message
 
 
-def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
-    """A mistyped root has no node to name; the hint fits it, and a first run."""
+def test_a_root_without_a_store_is_named(tmp_path: Path) -> None:
+    """The error of a load states that the root has no store. Its hint covers a first run and a mistyped root."""
     with pytest.raises(CheckpointNotFound, match=r"Searched: no node's store yet at .*/typo \(own store\)") as raised:
         dcp.load({}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "typo"), no_dist=True)
     assert raised.value.hint.startswith("On a first run nothing is saved yet: start without a load")
     assert f"check that the root {tmp_path}/typo is the root of the save" in raised.value.hint
 
 
-def test_an_id_that_is_not_there_is_looked_up_in_the_root_of_the_load(tmp_path: Path) -> None:
-    """The command of the hint can be copied: it has the root, not a word in its place."""
+def test_the_hint_for_a_missing_id_has_the_root_of_the_load(tmp_path: Path) -> None:
+    """The `ls` command in the hint contains the quoted root of this load, and can be copied."""
     with pytest.raises(CheckpointNotFound) as raised:
         dcp.load({}, checkpoint_id="stpe-1", storage_reader=ReplicatedReader(tmp_path / "my root"), no_dist=True)
     assert f"`replicated-ckpt ls --root '{tmp_path}/my root'` lists them" in raised.value.hint
 
 
-def test_a_writer_and_a_reader_say_what_they_are(tmp_path: Path) -> None:
-    """With their root, and where they differ from the default."""
+def test_repr_shows_root_and_options(tmp_path: Path) -> None:
+    """`repr` shows the root and the main options, and no credentials."""
     assert (
         repr(ReplicatedWriter(tmp_path, ack="local")) == f"<ReplicatedWriter({str(tmp_path)!r}, copies=2, ack='local')>"
     )
@@ -80,7 +86,7 @@ def test_a_writer_and_a_reader_say_what_they_are(tmp_path: Path) -> None:
 
 
 def test_no_warning_of_a_directory_left_open(tmp_path: Path) -> None:
-    """A program that makes ResourceWarning an error saves, lists and loads."""
+    """Saving, loading and listing leave no directory open: there is no ResourceWarning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(3):
@@ -90,8 +96,8 @@ def test_no_warning_of_a_directory_left_open(tmp_path: Path) -> None:
     assert [str(one.message) for one in caught if one.category is ResourceWarning] == []
 
 
-def test_a_path_outside_the_root_is_no_id(tmp_path: Path) -> None:
-    """FileSystemWriter's ids are paths: the hint says what the root is, and what an id."""
+def test_a_path_outside_the_root_is_refused_as_an_id(tmp_path: Path) -> None:
+    """A path outside the root as `checkpoint_id` is refused, and the hint explains what to pass."""
     with pytest.raises(CheckpointException) as raised:
         save(tmp_path / "root", str(tmp_path / "elsewhere" / "step-1"))
     error, _ = raised.value.failures[0]
@@ -114,7 +120,9 @@ def test_a_path_outside_the_root_is_no_id(tmp_path: Path) -> None:
 def test_a_path_below_the_root_means_the_checkpoint_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, given: str
 ) -> None:
-    """Stock storage takes paths: relative ones from the working directory, and such as go by a symbolic link."""
+    """A path to a checkpoint below the root works as its id, relative to the working directory or through a symbolic
+    link.
+    """
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
@@ -133,7 +141,7 @@ def test_a_path_below_the_root_means_the_checkpoint_there(
     "given", ["../real/step-1", "real/../step-1", "{base}/other/step-1", "{base}/real", "a/../../b"]
 )
 def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """Nothing is written outside the root, whichever way the path takes."""
+    """A path that leads out of the root is refused, and nothing is written."""
     (tmp_path / "real").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointException) as raised:
@@ -144,8 +152,8 @@ def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("below", [".", "deeper"])
-def test_a_root_that_is_no_directory_is_an_argument_to_correct(tmp_path: Path, below: str) -> None:
-    """A file as root, or as a directory above it: no store failed, and the hint says what a root is."""
+def test_a_root_that_is_no_directory_is_refused(tmp_path: Path, below: str) -> None:
+    """The root, or a directory above it, is a file: the save raises ConfigInvalid, not a store error."""
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointException) as raised:
         save(tmp_path / "file" / below, "step-1")
@@ -155,7 +163,7 @@ def test_a_root_that_is_no_directory_is_an_argument_to_correct(tmp_path: Path, b
 
 
 def test_a_name_that_is_taken_leaves_no_descriptor(tmp_path: Path) -> None:
-    """The directory that was looked into is closed at once, and not by the collector of garbage."""
+    """A save that is refused because its id is taken closes the directories that it opened."""
     save(tmp_path, "step-1")
     writer = ReplicatedWriter(tmp_path, overwrite=False)
     with warnings.catch_warnings(record=True) as said:
