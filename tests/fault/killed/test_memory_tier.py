@@ -131,9 +131,7 @@ def test_the_next_job_makes_a_disk_save_in_which_all_trainers_were_killed(cluste
     """Step 3 is in memory but not on the disks. The next job saves step 4 to the disks, and does not wait for step 6."""
     train_and_die(cluster, 2)
     for disk in disks_of(cluster):
-        disk.environment[failpoints.ENV] = (
-            "rank.registered=kill@2"  # the first hit is the save to memory, the second one that to the disk
-        )
+        disk.environment[failpoints.ENV] = "rank.registered=kill@2"  # hit 2: the save to the disk
     train = call(memory.train, steps=[3], disk_every=DISK_EVERY)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have ended with an error
