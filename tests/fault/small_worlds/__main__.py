@@ -19,7 +19,7 @@ WORLDS = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fault.small_worlds", description=__doc__)
     parser.add_argument(
-        "--old-rules", action="store_true", help="search with the rules of before the protocol had invariants"
+        "--old-rules", action="store_true", help="use the rules from before the protocol had invariants"
     )
     parser.add_argument("--atomic", action="store_true", help="a node asks all others at once")
     parser.add_argument("--states", type=int, help="the most states of each world")
@@ -30,7 +30,7 @@ def main() -> int:
         "--loss", action="store_true", help="any one node may be lost with its disk; for ring and pairs"
     )
     parser.add_argument(
-        "--back", action="store_true", help="the coordinator's disk may be restored to its state before the save"
+        "--back", action="store_true", help="the coordinator's disk may be restored from before the save"
     )
     parser.add_argument("--world", choices=WORLDS, help="search only this world")
     arguments = parser.parse_args()
