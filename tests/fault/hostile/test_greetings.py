@@ -26,7 +26,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.http.test_tls import certificate
 from tests.fault.hostile.test_hostile_peers import fake_agent
-from tests.fault.hostile.test_peers_token import QUIET, book, logged_refusals, greeting_of
+from tests.fault.hostile.test_peers_token import QUIET, book, greeting_of, logged_refusals
 from tests.stopwatch import Stopwatch
 
 pytestmark = [
