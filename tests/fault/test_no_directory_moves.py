@@ -91,8 +91,8 @@ def test_no_directory_is_renamed_and_no_file_of_a_user_is_touched(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     calls = list(seen_below(root, log.read_text()))
     renamed = [call for call in calls if call[0] in ("rename", "exchange")]
-    assert {Path(call[2]).name for call in renamed} >= {".manifest.json", ".metadata"}, "the commits were seen"
-    assert any(Path(call[2]).name.startswith(".gone.") for call in renamed), "the removals were seen"
+    assert {Path(call[2]).name for call in renamed} >= {".manifest.json", ".metadata"}, "strace missed the commits"
+    assert any(Path(call[2]).name.startswith(".gone.") for call in renamed), "strace missed the removals"
     assert [call for call in renamed if any(map(is_directory_of_ours, call[1:3]))] == []
     assert [call for call in calls if "tokenizer" in str(call)] == []
     assert (root / "step-3" / "tokenizer" / "vocab.txt").read_text() == "words"

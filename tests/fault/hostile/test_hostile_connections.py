@@ -116,14 +116,14 @@ def slow_handshake_peer(pieces: Callable[[], Iterator[bytes]]) -> Iterator[Agent
             thread.join(10)
 
 
-@pytest.mark.parametrize("says", [b"", b"\x16\x03\x03\x3f\xff\x02"])
-def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(says: bytes, stopwatch: Stopwatch) -> None:
+@pytest.mark.parametrize("first", [b"", b"\x16\x03\x03\x3f\xff\x02"])
+def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(first: bytes, stopwatch: Stopwatch) -> None:
     """The peer is silent, or sends a long message byte by byte: the client times out as with any silent peer."""
 
     def pieces() -> Iterator[bytes]:
-        yield says
+        yield first
         while True:
-            yield b"\0" if says else b""
+            yield b"\0" if first else b""
 
     with slow_handshake_peer(pieces) as address, AgentClient(address, 2) as client:
         began = stopwatch.now()
@@ -155,7 +155,7 @@ def test_a_client_follows_no_redirect(status: int) -> None:
     asked: list[bytes] = []
 
     def elsewhere(connection: socket.socket) -> None:
-        asked.append(b"somebody came")
+        asked.append(b"a connection")
         reply_with("200 OK\r\nContent-Length: 2", b"{}")(connection)
 
     with fake_agent(elsewhere) as other:

@@ -115,7 +115,7 @@ def test_an_object_store_that_only_a_peer_names_is_not_written(tmp_path: Path, w
                 pending = owner.call("GET", "/v1/status")["object_store"]["pending"]
                 return str(pending.get(manifest.save_id, {}).get("error", ""))
 
-            assert "No rank of this node has named" in wait_for(why, 20, "a try")
+            assert "No rank of this node has named" in wait_for(why, 20, "a failed upload")
         assert not (tmp_path / where).exists()
         with agent.client() as owner, agent.peer() as peer:
             if where == "root/inside":
@@ -153,7 +153,7 @@ def book(agent: RunningAgent) -> Mapping[str, AgentAddress]:
 @pytest.mark.parametrize(
     "changes",
     [{"token": "x" * 32}, {"token": ""}, {"node_id": "c" * 12}, {"node_id": "c" * 12, "token": "x" * 32}],
-    ids=["another token", "no token", "a stranger", "a stranger with a token"],
+    ids=["another token", "no token", "an unknown node", "an unknown node with a token"],
 )
 def test_no_node_can_greet_for_another(
     agent: RunningAgent, known: AgentAddress, changes: Mapping[str, Any], *, is_leaving: bool
@@ -365,12 +365,12 @@ def as_file(data: bytes) -> tuple[bytes, BlockTable]:
     return data + table.encode(), table
 
 
-@pytest.mark.parametrize("told", ["", "?ticket=", "?ticket=" + "0" * 32])
-def test_a_peer_cannot_end_a_save_of_a_job(agent: RunningAgent, told: str) -> None:
+@pytest.mark.parametrize("query", ["", "?ticket=", "?ticket=" + "0" * 32])
+def test_a_peer_cannot_end_a_save_of_a_job(agent: RunningAgent, query: str) -> None:
     """A peer that knows only the save's id may send shards. Without the save's ticket, it cannot decide, finish or
     abort the save.
     """
-    ticket = {"ticket": told.partition("=")[2]} if told else {}
+    ticket = {"ticket": query.partition("=")[2]} if query else {}
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, **TICKET, "coordinator": agent.endpoint.node_id})
         for verb in ("abort", "commit", "pull"):
@@ -378,7 +378,7 @@ def test_a_peer_cannot_end_a_save_of_a_job(agent: RunningAgent, told: str) -> No
                 peer.call("POST", f"/v1/saves/{SAVE}/{verb}", {"why": "no reason", **ticket})
         for how in ("left", "over", "working"):
             with pytest.raises(StoreDenied, match="JOB"):
-                peer.call("GET", f"/v1/saves/{SAVE}{told or '?'}&settle={how}")
+                peer.call("GET", f"/v1/saves/{SAVE}{query or '?'}&settle={how}")
         for name in (".metadata", ".manifest.json", "%2emetadata"):
             with pytest.raises(StoreDenied, match="JOB"):
                 peer.put("PUT", f"/v1/saves/{SAVE}/{name}", b"x")

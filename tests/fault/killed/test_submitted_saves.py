@@ -132,7 +132,7 @@ def test_a_failed_shard_frees_its_buffers(store: LocalStore, monkeypatch: pytest
         for _ in range(3):
             failed = submissions.take_shard(submitted(store, (0, 0, 11)), [memory(b"0" * 10)])
             assert isinstance(failed.exception(30), ObjectCorrupt)
-        wait_for(lambda: [ref() for ref in buffers] == [None] * 3, 30, "the ends of the threads")
+        wait_for(lambda: [ref() for ref in buffers] == [None] * 3, 30, "the release of all buffers")
     finally:
         gc.enable()
 

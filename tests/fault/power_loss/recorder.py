@@ -209,8 +209,8 @@ class Recorder(Places):
                 one, other = self._entry(first, None), self._entry(second, None)
                 if not real(first, second):
                     return False
-                assert one is not None, f"{first} is not known"
-                assert other is not None, f"{second} is not known"
+                assert one is not None, f"{first} is unknown"
+                assert other is not None, f"{second} is unknown"
                 changes = (one, self.live.lookup(other)), (other, self.live.lookup(one))
                 self._done(Names("exchange", changes), "exchange", self._named(one), self._named(other))
                 return True

@@ -212,7 +212,7 @@ def test_removing_before_a_retirement_is_durable_is_found(
     assert any("distcp" in finding for finding in found)
 
 
-@pytest.mark.parametrize("forgotten", ["the removal", "their bytes"])
+@pytest.mark.parametrize("forgotten", ["the removal", "the bytes"])
 def test_recycling_before_something_is_durable_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
