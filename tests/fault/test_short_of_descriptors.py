@@ -39,7 +39,7 @@ LOOKS_S = 2.5
 
 @contextmanager
 def without_descriptors(agent: RunningAgent) -> Iterator[None]:
-    """Meanwhile the agent can open no file and accept no connection."""
+    """In this block, the agent can open no file and accept no connection."""
     pid, limits = agent.process.pid, resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -120,7 +120,7 @@ def test_the_address_book_is_not_replaced_for_lack_of_descriptors(service: NodeS
 
 @contextmanager
 def short_of_descriptors() -> Iterator[None]:
-    """Meanwhile this process can open no file."""
+    """In this block, this process can open no file."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

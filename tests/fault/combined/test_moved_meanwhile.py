@@ -130,7 +130,7 @@ def test_the_named_checkpoint_is_removed(
 def test_another_agent_has_the_address(
     tmp_path: Path, agent: RunningAgent, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """As when a container restarts with another root: the error names the node that is missing."""
+    """A container restarts at the same address with another root: the error names the node that is missing."""
     trainer.save("step-1", 1)
     port, goes_on = str(agent.endpoint.port), getattr(LoadAttempt, step)
     with ExitStack() as stack:

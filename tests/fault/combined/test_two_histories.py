@@ -380,8 +380,8 @@ def test_a_late_publication_of_an_older_version_replaces_nothing(nodes: Nodes) -
 
 @pytest.mark.long
 def test_another_runs_checkpoints_neither_count_nor_are_removed(nodes: Nodes) -> None:
-    """A node joins that holds another run's checkpoints with larger sequences. This run's policy still keeps its own
-    newest two, and all of the other run's.
+    """A node joins that holds another run's checkpoints with larger sequences. This run's policy keeps its own newest
+    two checkpoints, and does not touch the other run's.
     """
     nodes.start(2)
     foreign = [Save(nodes, 20 + n, {0: (2,)}, f"debug-{n}", OTHER).acknowledged() for n in range(3)]

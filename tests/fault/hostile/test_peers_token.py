@@ -98,8 +98,8 @@ def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["outside", "root/inside"])
 def test_an_object_store_that_only_a_peer_names_is_not_written(tmp_path: Path, where: str) -> None:
-    """Neither a peer's order nor a manifest selects an object store. Only the node's own user can name one, also if it
-    is a directory.
+    """Neither a peer's order nor a manifest selects an object store. Only the node's own user can name one, even if the
+    store is a directory.
     """
     url, store = f"file://{tmp_path}/{where}", LocalStore(tmp_path / "root")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000, url=url)
@@ -439,8 +439,8 @@ def test_a_new_node_accepts_a_much_larger_sequence(tmp_path: Path) -> None:
 
 
 def test_invented_runs_do_not_displace_real_ones(tmp_path: Path) -> None:
-    """A sender invents any number of runs: known runs stay, other senders are accepted, and runs with saves on this
-    node always are.
+    """A sender invents any number of runs: known runs stay, and new runs of other senders are accepted. A run with
+    saves on this node is always accepted.
     """
     floor = SequenceFloor(tmp_path)
     floor.raise_to({RUN: 777}, {}, "10.0.0.1")

@@ -272,9 +272,8 @@ def abort_for_lost_nodes(node: Node) -> None:
     (staged,) = store.list_staged()
     lost = set(staged.nodes) - {store.node_id()}
     options = [option for name in sorted(lost) for option in ("--lost", name)]
-    main(
-        ["repair", "--root", str(node.disk), *options]
-    )  # the exit code is not checked: the other node's agent may have exited
+    # The exit code is not checked: the other node's agent may have exited.
+    main(["repair", "--root", str(node.disk), *options])
     assert store.list_staged() == ()
 
 

@@ -288,7 +288,7 @@ def restored(store: LocalStore, mark: Marker) -> None:
 
 
 def manifest_restored(store: LocalStore, mark: Marker) -> None:
-    """A manifest is written again in its place."""
+    """The manifest of a checkpoint is written again in its place."""
     mark(f"checkpoint {CHECKPOINT}", OLD)
     mark("node", store.node_id())
     raw = (store.final(CHECKPOINT) / MANIFEST_NAME).read_bytes()
