@@ -58,7 +58,7 @@ def test_under_the_old_rules_a_lost_disk_loses_what_was_acknowledged(layout: Lay
     assert "the loss of node" in found.broken, found
 
 
-class ForgetsWhatItReplaces(PackageRules):
+class ForgetsReplacedVersion(PackageRules):
     """A node forgets which version the new save was opened over."""
 
     def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool:
@@ -68,16 +68,16 @@ class ForgetsWhatItReplaces(PackageRules):
 
 def test_a_save_must_know_what_it_replaces() -> None:
     """Otherwise no node publishes the save over another run's checkpoint."""
-    found = Search(World(RING, ForgetsWhatItReplaces(TWO_RUNS), is_atomic=True, away=2), STATES_MAX).run(AWAY)
+    found = Search(World(RING, ForgetsReplacedVersion(TWO_RUNS), is_atomic=True, away=2), STATES_MAX).run(AWAY)
     assert found.broken, found
 
 
-class TakesSilenceForNo(PackageRules):
+class TakesSilenceForNotPublished(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         return OldRules().settle(own, count, is_worked_on=is_worked_on, answers=answers)
 
 
-class RemovesWhatIsWorkedOn(PackageRules):
+class DropsLockedSaves(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         del is_worked_on
         quiet: dict[int, Answer] = {
@@ -86,7 +86,7 @@ class RemovesWhatIsWorkedOn(PackageRules):
         return super().settle(own, count, is_worked_on=False, answers=quiet)
 
 
-class TakesOblivionForNo(PackageRules):
+class TakesAbsentForAborted(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         said: dict[int, Answer] = {
             node: Answer.ABORTED if answer is Answer.ABSENT else answer for node, answer in answers.items()
@@ -94,18 +94,18 @@ class TakesOblivionForNo(PackageRules):
         return super().settle(own, count, is_worked_on=is_worked_on, answers=said)
 
 
-class ComparesNothing(PackageRules):
+class PublishesWithoutComparing(PackageRules):
     def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool:
         del version, published, is_opened
         return True
 
 
-class DeletesWhatItReplaces(PackageRules):
+class DeletesReplacedVersions(PackageRules):
     def keeps_replaced(self) -> bool:
         return False
 
 
-class DropsWhatItReplacedAtOnce(PackageRules):
+class DropsReplacedVersionsAtOnce(PackageRules):
     def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool:
         del whole
         return published is not None and old != published
@@ -114,11 +114,11 @@ class DropsWhatItReplacedAtOnce(PackageRules):
 @pytest.mark.parametrize(
     ("rules", "adopting", "broken"),
     [
-        (TakesSilenceForNo(), None, "drops the new version"),
-        (RemovesWhatIsWorkedOn(), None, "drops the new version"),
-        (ComparesNothing(), 1, "is not done"),
-        (DeletesWhatItReplaces(), None, "drops the old version"),
-        (DropsWhatItReplacedAtOnce(), None, "drops the old version"),
+        (TakesSilenceForNotPublished(), None, "drops the new version"),
+        (DropsLockedSaves(), None, "drops the new version"),
+        (PublishesWithoutComparing(), 1, "is not done"),
+        (DeletesReplacedVersions(), None, "drops the old version"),
+        (DropsReplacedVersionsAtOnce(), None, "drops the old version"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PackageRules) else "",
 )
@@ -139,7 +139,7 @@ def test_a_coordinators_disk_may_be_restored_to_its_state_before_the_save(layout
     found = Search(world, STATES_MAX).run(begin)
     assert not found.broken, (found.broken, found.trace)
     assert found.states >= STATES_MAX
-    world.rules = TakesOblivionForNo()
+    world.rules = TakesAbsentForAborted()
     found = Search(world, STATES_MAX).run(begin)
     assert "drops the new version" in found.broken, found
 

@@ -17,14 +17,14 @@ def test_a_save_that_a_load_has_completed_first_is_acknowledged(nodes: Nodes) ->
     """A load completes the save just before its coordinator publishes: the coordinator's commit still succeeds."""
     nodes.start(0, 1)
     save = Save(nodes, 1, PAIR).decided_only()
-    save.hold()
+    save.acquire_lock()
     nodes.meet()
     nodes.meet()
     assert nodes.store(1).catalog.find_manifest("last") is not None
     openers = [nodes.up[index].endpoint.local_address() for index in (0, 1)]
     cluster = AgentCluster(openers, nodes.store(0).node_id())
     committed = cluster.commit(save.save_id, METADATA, save.manifest.encode())
-    save.end()
+    save.release_lock()
     assert committed.error_by_node == {}
     assert {len(committed.holders_of(name)) for name in save.shards} == {2}
 

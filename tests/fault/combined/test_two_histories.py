@@ -159,11 +159,11 @@ class Save:
         for index in self.members:
             self.nodes.call(index, "POST", self.path, self.opening())
 
-    def hold(self) -> None:
+    def acquire_lock(self) -> None:
         """Locks the save, as the coordinator's rank does while it works."""
         self.lock = self.nodes.store(self.members[0]).lock_save(self.save_id)
 
-    def end(self) -> None:
+    def release_lock(self) -> None:
         if self.lock is not None:
             self.lock.release()
 
@@ -350,13 +350,13 @@ def test_no_slow_planner_is_taken_for_a_dead_one(nodes: Nodes) -> None:
     old = Save(nodes, 1, {0: (0, 1), 1: (1, 0)}).acknowledged()
     new = Save(nodes, 2, {0: (0, 1), 1: (1, 0)})
     new.open()
-    new.hold()
+    new.acquire_lock()
     time.sleep(5.5)
     nodes.meet()
     new.write()
     new.decide()
     new.publish(0, 1)
-    new.end()
+    new.release_lock()
     wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on both nodes")
     assert old.save_id not in nodes.versions()
 
@@ -423,9 +423,9 @@ def test_the_lock_of_a_dead_coordinator_is_free(nodes: Nodes) -> None:
     nodes.start(0)
     save = Save(nodes, 1, {0: (0,)})
     save.open()
-    save.hold()
+    save.acquire_lock()
     assert nodes.store(0).is_locked(save.save_id)
-    save.end()
+    save.release_lock()
     assert not nodes.store(0).is_locked(save.save_id)
     with nodes.store(0).intent_path(save.save_id).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,7 @@ from tests.marks import mark_long
 
 pytestmark = pytest.mark.fault
 TRACED = ["first save", "overwrite", "removal and save over its files"]
-"""The scenarios of `make test`, as each one starts an interpreter under strace. The test above replays all scenarios."""
+"""The scenarios of `make test`, as each one starts an interpreter under strace. The replay covers all scenarios."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
