@@ -123,7 +123,7 @@ class Exchange:
         return head.with_length(len(kept if self._kind == "short_answer" else body)), iter((kept,))
 
     def _at_speed(self, body: Iterator[bytes]) -> Iterator[bytes]:
-        """The blocks at the speed of the link, while the server is available."""
+        """Yields the blocks at the speed of the link. Breaks the exchange when the server is away."""
         for block in body:
             for piece in self._armed.paced(block) if self._armed else (block,):
                 self._faults.pass_when_here()

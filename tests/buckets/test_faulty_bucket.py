@@ -22,7 +22,7 @@ def faulty(moto: Server) -> Iterator[FaultyBucket]:
         yield proxy
 
 
-def test_no_fault_changes_nothing_and_keeps_count(faulty: FaultyBucket) -> None:
+def test_without_faults_requests_pass_and_are_counted(faulty: FaultyBucket) -> None:
     """Signed requests of boto3 and s3fs pass. Each is logged with its key and the size of its body."""
     put(faulty.server)
     assert get(faulty.server) == BODY

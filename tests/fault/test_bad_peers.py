@@ -129,7 +129,7 @@ def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("site", [2], indirect=True, ids=["2nodes"])
-def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site) -> None:
+def test_a_shard_that_only_an_unreachable_store_has_is_not_acknowledged(site: Site) -> None:
     """Only the unreachable node has the shard: every rank gets AckNotReached, and the save is completed once the link
     is back.
     """
@@ -186,7 +186,7 @@ def test_a_node_that_vanishes_during_a_save_costs_that_save_only(site: Site) -> 
     assert results.of(LITTER) == [[], [], []]
 
 
-def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
+def test_a_load_succeeds_without_a_node_that_is_cut_off(site: Site) -> None:
     """The remaining nodes load every byte within the time limit, although the unreachable node does not answer."""
     site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
     site.network.cut(1)

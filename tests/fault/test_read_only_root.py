@@ -94,7 +94,7 @@ def test_a_shard_on_a_node_without_an_agent_is_named(cluster: Cluster) -> None:
         assert "cannot be written, and no agent runs there" in failure["message"]
 
 
-def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
+def test_a_save_to_a_read_only_root_fails_on_every_rank(cluster: Cluster) -> None:
     """Within seconds every rank gets StoreDenied, with the rank that met the error."""
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     cluster.stop_agents()
@@ -104,7 +104,7 @@ def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
         assert failure["seconds"] < SOON_S
 
 
-def test_status_says_that_nothing_can_be_written(cluster: Cluster) -> None:
+def test_status_reports_a_read_only_root(cluster: Cluster) -> None:
     """All copies are intact, but the next save would fail: `status` reports "degraded" on both nodes."""
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     make_read_only(cluster)

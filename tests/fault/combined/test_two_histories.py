@@ -316,7 +316,7 @@ def test_an_undecided_save_is_dropped_once_its_coordinator_is_back(nodes: Nodes)
 
 
 @pytest.mark.long
-def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_operator_declares_a_node_lost(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
     """`ls` and `repair` print the save that is in doubt. `repair --lost` aborts it, and prints the version that
     remains.
     """
@@ -344,7 +344,7 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
 
 
 @pytest.mark.long
-def test_no_slow_planner_is_taken_for_a_dead_one(nodes: Nodes) -> None:
+def test_a_slow_planner_does_not_count_as_dead(nodes: Nodes) -> None:
     """While the coordinator's rank lives, no load touches the save on any node, however long ago it was opened."""
     nodes.start(0, 1)
     old = Save(nodes, 1, {0: (0, 1), 1: (1, 0)}).acknowledged()

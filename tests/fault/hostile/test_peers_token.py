@@ -242,7 +242,9 @@ def test_a_peers_plan_replaces_no_complete_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_peers_plan_that_agrees_with_the_nodes_own_is_done(tmp_path: Path) -> None:
-    """`repair` on another node works: this node adopts a checkpoint that is complete elsewhere."""
+    """A peer sends a plan, as `repair` on its node does: this node adopts a checkpoint that is complete on the other
+    one.
+    """
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     with running_agent(nodes[1].root, *QUIET) as other, running_agent(nodes[0].root, *QUIET) as agent:
         with agent.client() as client:

@@ -190,7 +190,7 @@ def damage(cluster: Cluster, checkpoint_id: str) -> None:
 
 
 @pytest.mark.long  # tests/dcp/manager/test_memory_tier.py tests the same in one process
-def test_a_step_by_its_number_falls_back_to_the_disk(cluster: Cluster) -> None:
+def test_a_step_loaded_by_number_falls_back_to_the_disk(cluster: Cluster) -> None:
     """A step that is damaged in memory loads from its copy on the disk."""
     train_and_die(cluster, 4)
     damage(cluster, "step-3")

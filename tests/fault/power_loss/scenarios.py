@@ -382,7 +382,7 @@ def linked(store: LocalStore, mark: Marker) -> None:
 
 
 def replaced(store: LocalStore) -> None:
-    """The version is kept under its save id: a newer one had its name, and was retired."""
+    """A newer version replaced this one and was retired: manifest and metadata have the names of a replaced version."""
     committed(store)
     directory = store.final(CHECKPOINT)
     (directory / MANIFEST_NAME).rename(directory / replaced_name(OLD))
