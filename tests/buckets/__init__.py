@@ -1,1 +1,1 @@
-"""Object stores for tests: servers that run here, a weak store of our own, and a proxy that brings faults to them."""
+"""Object stores for tests: S3 servers on this machine, a weak store, and a proxy that injects faults."""

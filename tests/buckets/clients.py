@@ -1,4 +1,4 @@
-"""What the tests of this folder ask of a server, by boto3 and s3fs: one try, short patience."""
+"""Requests of this folder's tests with boto3 and s3fs: one attempt each, with short time-outs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def put(server: Server, body: bytes = BODY, **options: Any) -> None:
 
 
 def get(server: Server) -> bytes:
-    """Without boto3's own checks of what it reads, which not every client has."""
+    """Reads without boto3's own checksum checks, which other clients do not have."""
     client = server.client(timeout_s=1, response_checksum_validation="when_required")
     body: bytes = client.get_object(Bucket=BUCKET, Key=KEY)["Body"].read()
     return body
@@ -33,7 +33,7 @@ def filesystem(server: Server, **more: Any) -> Any:
 
 
 def breaks(action: Callable[[Server], object], server: Server) -> bool:
-    """Whether the client finds its connection broken or silent."""
+    """Whether the client's connection is broken or times out."""
     try:
         action(server)
     except BotoCoreError:

@@ -1,4 +1,4 @@
-"""One request and its answer on their way through the proxy, with the faults that meet them."""
+"""One request and its answer on their way through the proxy, with the injected faults."""
 
 import socket
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from typing import NoReturn, Protocol
 from tests.buckets.faults import Armed, Fault, Request
 from tests.buckets.wire import Head, blocks, flipped, framed, read_head, until
 
-IDLE_S = 300  # no test waits longer for one byte
+IDLE_S = 300  # more than any test waits for one byte
 
 
 class Broken(Exception):
-    """The exchange ends here and takes the client's connection with it."""
+    """Ends the exchange, and closes the client's connection."""
 
 
 class Faults(Protocol):
-    """What an exchange asks the proxy for."""
+    """The part of the proxy that an exchange uses."""
 
     def note(self, request: Request) -> Armed | None: ...
 
@@ -27,7 +27,7 @@ class Faults(Protocol):
 
 
 class Exchange:
-    """Made of a head that arrived. Broken, OSError or ValueError: the client's connection shall break."""
+    """Begins with the head of a request. On Broken, OSError or ValueError the caller resets the client's connection."""
 
     def __init__(self, faulty: Faults, client: socket.socket, head: Head) -> None:
         self._faults, self._client, self._head = faulty, client, head
@@ -37,10 +37,10 @@ class Exchange:
         self._kind = self._fault.kind if self._fault else "none"
 
     def run(self, incoming: BufferedReader) -> bool:
-        """Whether the client may send another request."""
+        """Passes the request and its answer. Returns whether the client may send another request."""
         breaks = self._kind in {"reset", "hang"}
         if breaks and not self._at(0):
-            self._break()  # the server sees nothing of it
+            self._break()  # the server gets nothing
         if "100-continue" in self._head.value("Expect"):
             self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self._fault and self._kind == "status":
@@ -61,7 +61,7 @@ class Exchange:
         raise Broken
 
     def _refuse(self, fault: Fault, incoming: BufferedReader) -> None:
-        """Takes the whole request and answers it in the server's place."""
+        """Reads the whole request, and answers in place of the server."""
         for _ in blocks(incoming, self._head):
             pass
         body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>A fault.</Message></Error>".encode()
@@ -83,14 +83,14 @@ class Exchange:
             if is_listening:
                 try:
                     server.sendall(framed(block, head))
-                except OSError:  # it answered early and closed, or it died: its answer, or none, tells
+                except OSError:  # the server answered early and closed, or died: the answer shows which
                     is_listening = False
             self._request.bytes_up += len(block)
         if is_listening and cut_at is None:
             server.sendall(framed(b"", head))
 
     def _pass_answer(self, answers: BufferedReader) -> bool:
-        """Whether the connection is still good for another."""
+        """Returns whether the connection can be used for another request."""
         head = read_head(answers)
         while head is not None and head.first[1] == "100":
             head = read_head(answers)
@@ -103,7 +103,7 @@ class Exchange:
             head, body = self._bent(head, b"".join(body))
         self._client.sendall(head.encode())
         for block in self._at_speed(body):
-            self._request.bytes_down += len(block)  # before the client can know that it has them
+            self._request.bytes_down += len(block)  # counted before the client gets them
             self._client.sendall(framed(block, head))
         if not is_bare:
             self._client.sendall(framed(b"", head))
@@ -111,7 +111,7 @@ class Exchange:
         return is_whole and not head.ends_connection
 
     def _bent(self, head: Head, body: bytes) -> tuple[Head, Iterator[bytes]]:
-        """The answer as the fault leaves it."""
+        """The answer after the fault was applied."""
         at = self._at(len(body) // 2)
         if self._kind == "lost_answer":
             raise Broken
@@ -123,7 +123,7 @@ class Exchange:
         return head.with_length(len(kept if self._kind == "short_answer" else body)), iter((kept,))
 
     def _at_speed(self, body: Iterator[bytes]) -> Iterator[bytes]:
-        """The blocks, each when the server is there and the link has room for it."""
+        """Yields the blocks at the speed of the link. Breaks the exchange when the server is away."""
         for block in body:
             for piece in self._armed.paced(block) if self._armed else (block,):
                 self._faults.pass_when_here()

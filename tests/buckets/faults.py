@@ -1,4 +1,4 @@
-"""What shall go wrong, with which requests, and what has passed: the proxy's orders and its log."""
+"""The faults to inject, the requests that they apply to, and the log of all requests."""
 
 import random
 import threading
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
 
-TICK_S = 0.05  # a slow link moves this often
+TICK_S = 0.05  # a slow link sends this often
 
 Kind = Literal[
-    "reset",  # the connection breaks after `at` bytes of the request's body (0) went to the server
-    "hang",  # after those bytes nothing happens any more, until the fault is removed; then it breaks
-    "throttle",  # all such bodies together, both ways, pass at `bytes_per_s`
-    "status",  # the server never sees the request; the answer is `status` with an S3 error `code`
-    "lost_answer",  # the server does it, the client sees the connection break
-    "flip_request",  # one bit of the request's body is changed on its way, in byte `at` (the middle one)
-    "flip_answer",  # the same for the answer's body
-    "short_answer",  # the answer ends after `at` bytes (half) of its body and its Content-Length agrees
-    "cut_answer",  # the connection ends after `at` bytes (half) of it, short of its Content-Length
+    "reset",  # the connection breaks after `at` bytes of the request's body (default 0) reached the server
+    "hang",  # after those bytes the connection stalls until the fault is removed, and then breaks
+    "throttle",  # all matching bodies, up and down, share `bytes_per_s`
+    "status",  # the proxy answers with `status` and the S3 error `code`; the server gets nothing
+    "lost_answer",  # the server handles the request, and the client's connection breaks
+    "flip_request",  # one bit in byte `at` (default the middle) of the request's body is flipped
+    "flip_answer",  # one bit of the answer's body is flipped
+    "short_answer",  # the answer has `at` bytes (default half) of its body, with a matching Content-Length
+    "cut_answer",  # the connection ends after `at` bytes (default half), before the Content-Length
 ]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong with every request that it matches, `times` at most, after `skip` were let through.
+    """A fault for every request that it matches: it lets the first `skip` pass, and then applies at most `times` times.
 
-    `method` is compared, `key` is a part of the object's key, `query` a part of the decoded query ("partNumber=2");
-    each matches all when empty. `probability` is drawn from a generator of this fault's own, seeded with `seed`. The
-    kinds say what `at` counts; flips and cuts of a body leave an empty one as it is.
+    `method` is compared, `key` is a part of the object's key, `query` a part of the decoded query ("partNumber=2").
+    Each matches all requests when it is empty. `probability` uses a random generator of this fault, seeded with `seed`.
+    The meaning of `at` depends on the kind. Empty bodies are never flipped or cut.
     """
 
     kind: Kind
@@ -51,10 +51,10 @@ class Fault:
 
 @dataclass
 class Request:
-    """One request that arrived: what it asked, what became of it. Bodies are counted as they pass the proxy.
+    """One request that arrived, and its outcome. Bodies are counted as they pass the proxy.
 
-    `fault` is what was done to it; `status` is the server's answer, or None as long as there is none, even if the client
-    never sees it.
+    `fault` is the fault that was applied. `status` is the status of the server's answer, or None until there is one. It
+    is set even if the client never gets the answer.
     """
 
     method: str
@@ -74,7 +74,7 @@ class Request:
 
 
 class Armed:
-    """A fault that waits for its requests. Safe to call from any thread."""
+    """A fault that is in force. Safe to call from any thread."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -86,7 +86,7 @@ class Armed:
         self._lock = threading.Lock()
 
     def strikes(self, request: Request) -> bool:
-        """Whether this request is hit; counts it then."""
+        """Whether the fault applies to this request. If so, the request is counted."""
         if not self.fault.matches(request):
             return False
         with self._lock:
@@ -101,7 +101,7 @@ class Armed:
             return True
 
     def paced(self, block: bytes) -> Iterator[bytes]:
-        """The block in pieces, each when the link of a `throttle` has carried it, or at once when the fault is over."""
+        """The block in pieces at the speed of a `throttle`. Once the fault is over, the rest follows at once."""
         size_bytes = max(1, int(self.fault.bytes_per_s * TICK_S)) if self.fault.kind == "throttle" else len(block)
         for start in range(0, len(block), size_bytes):
             piece = block[start : start + size_bytes]
@@ -117,7 +117,7 @@ class Armed:
 
 
 class FaultPlan:
-    """The faults in force and the log of what came. Safe to call from any thread."""
+    """The faults in force, and the log of requests. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,21 +125,21 @@ class FaultPlan:
         self._requests: list[Request] = []
 
     def add(self, fault: Fault) -> Armed:
-        """From now on; of several that would hit a request, the one added first does."""
+        """Puts a fault in force. If several faults match a request, the one added first applies."""
         armed = Armed(fault)
         with self._lock:
             self._armed.append(armed)
         return armed
 
     def clear(self) -> None:
-        """Ends every fault; what hangs is let go."""
+        """Ends every fault. Connections that hang are broken."""
         with self._lock:
             ended, self._armed = self._armed, []
         for armed in ended:
             armed.over.set()
 
     def note(self, request: Request) -> Armed | None:
-        """Writes the request down; returns what is to be done to it."""
+        """Logs the request. Returns the fault to apply to it, if any."""
         with self._lock:
             self._requests.append(request)
             armed = next((armed for armed in self._armed if armed.strikes(request)), None)
@@ -147,7 +147,7 @@ class FaultPlan:
         return armed
 
     def requests(self, method: str = "", *, key: str = "", query: str = "") -> list[Request]:
-        """What arrived so far, in order, filtered like a fault."""
+        """The requests so far, in order, filtered like those of a fault."""
         wanted = Fault("reset", method=method, key=key, query=query)
         with self._lock:
             return [request for request in self._requests if wanted.matches(request)]

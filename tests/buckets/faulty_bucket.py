@@ -1,6 +1,7 @@
-"""A proxy in front of an S3 server that loses, delays, breaks and bends what tests tell it to.
+"""A proxy in front of an S3 server that injects faults: it loses, delays, cuts and corrupts requests and answers.
 
-Clients sign for the proxy's address. Host and every other signed header pass unchanged, so the server accepts that.
+Clients sign requests for the proxy's address. The proxy passes Host and every other signed header unchanged, so the
+server accepts the signature.
 """
 
 import contextlib
@@ -22,12 +23,14 @@ __all__ = ["Fault", "FaultyBucket", "faulty_bucket"]
 
 
 class FaultyBucket(FaultPlan):
-    """Fair until told otherwise: `add(Fault(...))`, `clear()`; `away()`, `back()`. Serves any number of connections."""
+    """Passes requests unchanged, except for injected faults: `add(Fault(...))`, `clear()`, `away()`, `back()`. Any
+    number of connections.
+    """
 
     def __init__(self, server: Server) -> None:
         super().__init__()
         self._upstream = urlsplit(server.endpoint_url)
-        self._reserved = _bound(0)  # never listens; keeps the port while the server is away
+        self._reserved = _bound(0)  # never listens; reserves the port while the server is away
         self._port: int = self._reserved.getsockname()[1]
         self.endpoint_url = f"http://127.0.0.1:{self._port}"
         self.server = server.at(self.endpoint_url)
@@ -41,22 +44,24 @@ class FaultyBucket(FaultPlan):
         return self.server.storage_options()
 
     def uploaded_bytes(self, key: str = "") -> int:
-        """Bytes of PUT bodies that went towards the server for keys that contain `key`, retries included."""
+        """Bytes of PUT bodies sent to the server for keys that contain `key`, retries included."""
         return sum(request.bytes_up for request in self.requests("PUT", key=key))
 
     def downloaded_bytes(self, key: str = "") -> int:
-        """Bytes of GET answers that went to clients for keys that contain `key`, retries included."""
+        """Bytes of GET answers sent to clients for keys that contain `key`, retries included."""
         return sum(request.bytes_down for request in self.requests("GET", key=key))
 
     def away(self, how: Literal["refuse", "hang"] = "refuse") -> None:
-        """The server leaves: connections break and new ones are refused, or nothing answers any more."""
+        """Makes the server unavailable. "refuse": connections break and new ones are refused; "hang": no request is
+        answered.
+        """
         self._here.clear()
         if how == "refuse":
             self._stop_listening()
             self._break_all()
 
     def back(self) -> None:
-        """The server is there again. What hung meanwhile breaks."""
+        """Makes the server available again. Requests that hung meanwhile break."""
         if self._listener is None:
             self._listener = _bound(self._port)
             self._listener.listen(256)
@@ -92,7 +97,7 @@ class FaultyBucket(FaultPlan):
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One client's connection, until it ends; by a reset where that is the fault."""
+        """Serves one client's connection until it ends. A fault ends it with a reset."""
         with self._tracked(client) as incoming:
             try:
                 while (head := read_head(incoming)) is not None:
@@ -104,14 +109,16 @@ class FaultyBucket(FaultPlan):
 
     @contextmanager
     def upstream(self) -> Iterator[tuple[socket.socket, BufferedReader]]:
-        """A fresh connection to the server for one request; at its end the server sees all that was sent, then EOF."""
+        """A new connection to the server for one request. On exit, the server gets all bytes that were sent, and then
+        EOF.
+        """
         address = (self._upstream.hostname, self._upstream.port)
         with socket.create_connection(address, timeout=IDLE_S) as sock, self._tracked(sock) as answers:
             yield sock, answers
 
     @contextmanager
     def _tracked(self, sock: socket.socket) -> Iterator[BufferedReader]:
-        """The socket to read from; away() and close() know it and can break it."""
+        """The socket as a stream to read from. `away` and `close` can break it."""
         sock.settimeout(IDLE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._open_lock:
@@ -124,7 +131,7 @@ class FaultyBucket(FaultPlan):
                 self._open.discard(sock)
 
     def pass_when_here(self) -> None:
-        """Returns at once when the server is there; otherwise waits for it and breaks the exchange."""
+        """Returns at once while the server is available. Otherwise waits for it, and breaks the exchange."""
         if not self._here.is_set():
             self._here.wait(IDLE_S)
             raise Broken
@@ -132,7 +139,7 @@ class FaultyBucket(FaultPlan):
 
 @contextmanager
 def faulty_bucket(server: Server) -> Iterator[FaultyBucket]:
-    """A proxy in front of `server` for the length of the block."""
+    """A proxy in front of `server` for the duration of the block."""
     faulty = FaultyBucket(server)
     try:
         yield faulty
@@ -142,6 +149,6 @@ def faulty_bucket(server: Server) -> Iterator[FaultyBucket]:
 
 def _bound(port: int) -> socket.socket:
     sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the one that reserves and the one that listens
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for the socket that reserves and the one that listens
     sock.bind(("127.0.0.1", port))
     return sock

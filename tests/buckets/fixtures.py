@@ -1,4 +1,4 @@
-"""Pytest fixtures, for every test: one server of each kind a session, started at its first use."""
+"""Pytest fixtures for all tests: one server of each kind for each session, started at its first use."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,14 +13,16 @@ RADOSGW_FIRST_USE_S = 1200
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[Server]:
-    """A quick S3 server in this process; keep objects under 16 MB: it reads a whole one for each range."""
+    """A fast S3 server in this process. Keep objects under 16 MB, as moto reads the whole object for each range."""
     with moto_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def radosgw() -> Iterator[Server]:
-    """A real S3 server. Tests that use it are `radosgw` and `long`, and skipped with the reason where there is none."""
+    """A real S3 server. Its tests get the marks `radosgw` and `long`, and are skipped with the reason where it cannot
+    run.
+    """
     with ExitStack() as stack:
         try:
             server = stack.enter_context(radosgw_server())
@@ -31,7 +33,7 @@ def radosgw() -> Iterator[Server]:
 
 @pytest.fixture
 def weak_store() -> Iterator[WeakStore]:
-    """An empty store that promises less than S3, for one test."""
+    """An empty store with weaker guarantees than S3, for one test."""
     with weak_server() as store:
         yield store
 

@@ -1,4 +1,4 @@
-"""What a weak store keeps, and its answers to the requests of S3 that it knows."""
+"""The contents of a weak store in memory, and its answers to the S3 requests that it supports."""
 
 import hashlib
 import threading
@@ -72,7 +72,7 @@ Tree: TypeAlias = "str | Sequence[tuple[str, Tree]]"
 
 
 def _xml(name: str, content: Tree) -> Answer:
-    """The answer whose body is the element `name` with that text or those children."""
+    """An answer whose body is the element `name` with this text or these children."""
 
     def element(name: str, content: Tree) -> ET.Element:
         made = ET.Element(name)
@@ -86,12 +86,12 @@ def _xml(name: str, content: Tree) -> Answer:
 
 
 def _texts(body: bytes, name: str) -> list[str]:
-    """The texts of all elements of that name in a request, whatever their namespace."""
+    """The texts of all elements with this name in a request, in any namespace."""
     return [found.text or "" for found in ET.fromstring(body).iterfind(f".//{{*}}{name}")]
 
 
 class MemoryBucket:
-    """What is kept, and the answers to what is asked of it; one at a time."""
+    """The stored objects, and the answers to requests. Handles one request at a time."""
 
     def __init__(self, *, refuses_checksums: bool = False) -> None:
         self._refuses_checksums = refuses_checksums
@@ -141,7 +141,7 @@ class MemoryBucket:
     def _list_objects(self, ask: Ask) -> Answer:
         prefix, delimiter = ask.query.get("prefix", ""), ask.query.get("delimiter", "")
         after = ask.query.get("continuation-token") or ask.query.get("start-after", "")
-        found: dict[str, Object | None] = {}  # None: a prefix that several keys have in common
+        found: dict[str, Object | None] = {}  # None: a common prefix of several keys
         for key, here in sorted(self._objects(ask).items()):
             stem, end, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else (key, "", "")
             if key.startswith(prefix):

@@ -1,4 +1,4 @@
-"""S3 servers that run on this machine while a test needs them. Imports their libraries only then."""
+"""S3 servers that run on this machine while a test needs them. Their libraries are imported only then."""
 
 import os
 import socket
@@ -15,32 +15,32 @@ from replicated_ckpt.drill.moto_server import make_moto_server
 REGION = "us-east-1"
 RADOSGW_SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "radosgw.sh"
 RADOSGW_ROOT = Path(os.environ.get("REPLICATED_CKPT_RADOSGW") or "/var/cache/replicated_ckpt/radosgw")
-WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # the kernel ends it with the thread that started it
+WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # the kernel kills the process when the thread that started it ends
 
 
 class Unavailable(Exception):
-    """This machine cannot run the server; the message says why."""
+    """This machine cannot run the server. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """An S3 endpoint on loopback and the keys of a user who may do everything there."""
+    """An S3 endpoint on loopback, and the keys of a user with all permissions."""
 
     endpoint_url: str
     key: str
     secret: str
 
     def storage_options(self) -> dict[str, Any]:
-        """A new dict in the form that s3fs takes; the caller may add to it."""
+        """A new dict in the form that s3fs takes. The caller may add to it."""
         client_kwargs = {"endpoint_url": self.endpoint_url, "region_name": REGION}
         return {"key": self.key, "secret": self.secret, "client_kwargs": client_kwargs}
 
     def at(self, endpoint_url: str) -> "Server":
-        """The same server, reached through another address: a proxy's."""
+        """The same server at another address, such as a proxy's."""
         return replace(self, endpoint_url=endpoint_url)
 
     def client(self, *, attempts: int = 1, timeout_s: float = 30, **config: Any) -> Any:
-        """A boto3 S3 client that tries each request `attempts` times; `config` goes to botocore's Config."""
+        """A boto3 S3 client that tries each request `attempts` times. `config` goes to botocore's Config."""
         import boto3
         from botocore.config import Config
 
@@ -59,14 +59,14 @@ class Server:
         )
 
     def make_bucket(self, name: str) -> str:
-        """Creates the bucket, or finds it already there as this user's; returns its name."""
+        """Creates the bucket unless this user has it already. Returns its name."""
         self.client(attempts=3).create_bucket(Bucket=name)
         return name
 
 
 @contextmanager
 def moto_server() -> Iterator[Server]:
-    """moto in a thread of this process. Its buckets live as long as the process: another moto_server() sees them too."""
+    """moto in a thread of this process. Its buckets live as long as the process: another moto_server() sees them, too."""
     server = make_moto_server()
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
@@ -79,11 +79,12 @@ def moto_server() -> Iterator[Server]:
 
 @contextmanager
 def radosgw_server(root: Path = RADOSGW_ROOT) -> Iterator[Server]:
-    """Ceph's gateway, empty, its data in memory. The first use unpacks Debian's packages into `root`: a minute or two.
+    """Ceph's gateway, empty, with its data in memory. The first use unpacks Debian's packages into `root`, which takes
+    a minute or two.
 
-    No process outlives the block, nor the thread that entered it.
+    All its processes end with the block, or with the thread that entered it.
 
-    Raises: Unavailable where it cannot be had: no root, no mmdebstrap, no Debian mirror, no namespaces.
+    Raises: Unavailable if the gateway cannot run here: no root, no mmdebstrap, no Debian mirror, no namespaces.
     """
     _create_radosgw(root)
     ports = [str(port) for port in _free_ports(2)]
@@ -97,7 +98,7 @@ def radosgw_server(root: Path = RADOSGW_ROOT) -> Iterator[Server]:
     with process:
         assert process.stdout is not None
         try:
-            ready = process.stdout.readline()  # the script bounds each of its steps
+            ready = process.stdout.readline()  # each step of the script has a time limit
             if not ready.startswith("http://"):
                 raise Unavailable(f"radosgw did not start: {process.communicate()[1].strip()}")
             yield Server(*ready.split())
@@ -116,7 +117,7 @@ def _create_radosgw(root: Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of loopback that were free just now."""
+    """Ports of loopback that are free at this moment."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [sock.getsockname()[1] for sock in sockets]
     for sock in sockets:

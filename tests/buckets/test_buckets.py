@@ -1,4 +1,4 @@
-"""The servers serve boto3 and s3fs, and the weak store is as weak as it says."""
+"""The servers work with boto3 and s3fs, and the weak store has its documented weaknesses."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.buckets.weak import WeakStore
 
 
 def test_a_weak_store_keeps_half_a_put(weak_store: WeakStore) -> None:
-    """An upload that was cut off is an object like any other, only shorter."""
+    """An upload that was cut off becomes a shorter object."""
     weak_store.make_bucket(BUCKET)
     with faulty_bucket(weak_store) as faulty:
         faulty.add(Fault("reset", method="PUT", at=1000, times=1))
@@ -25,7 +25,7 @@ def test_a_weak_store_keeps_half_a_put(weak_store: WeakStore) -> None:
 
 
 def test_a_weak_store_ignores_conditions(weak_store: WeakStore) -> None:
-    """Everybody wins the race for a key."""
+    """Every conditional PUT of a key succeeds."""
     weak_store.make_bucket(BUCKET)
     put(weak_store, b"first", IfNoneMatch="*")
     put(weak_store, b"second", IfNoneMatch="*")
@@ -34,7 +34,7 @@ def test_a_weak_store_ignores_conditions(weak_store: WeakStore) -> None:
 
 
 def test_a_weak_store_lists_reads_and_deletes(weak_store: WeakStore) -> None:
-    """Pages, prefixes, folders, ranges and deletions are those of S3."""
+    """Pages, prefixes, delimiters, ranges and deletions are those of S3."""
     weak_store.make_bucket(BUCKET)
     client = weak_store.client()
     keys = [f"a/{number:02} <&>ü" for number in range(7)]
@@ -58,7 +58,7 @@ def test_a_weak_store_lists_reads_and_deletes(weak_store: WeakStore) -> None:
 
 
 def exercise(server: Server) -> None:
-    """Multipart uploads, completed, listed and aborted; and s3fs's way with all of it."""
+    """Completes, lists and aborts multipart uploads with boto3, and writes, reads, lists and removes objects with s3fs."""
     server.make_bucket(BUCKET)
     client = server.client()
     part_bytes = 5 << 20
@@ -82,7 +82,7 @@ def exercise(server: Server) -> None:
 
     files = filesystem(server)
     assert files.info(f"{BUCKET}/{KEY}")["size"] == 2 * part_bytes
-    files.pipe_file(f"{BUCKET}/{ELSEWHERE}", BODY * 48, chunksize=part_bytes)  # several parts
+    files.pipe_file(f"{BUCKET}/{ELSEWHERE}", BODY * 48, chunksize=part_bytes)  # a multipart upload
     assert files.cat_file(f"{BUCKET}/{ELSEWHERE}", start=1, end=300) == (BODY * 2)[1:300]
     assert sorted(files.find(f"{BUCKET}/step-1")) == [f"{BUCKET}/{ELSEWHERE}", f"{BUCKET}/{KEY}"]
     files.rm(f"{BUCKET}/step-1", recursive=True)
@@ -90,17 +90,17 @@ def exercise(server: Server) -> None:
 
 
 def test_the_weak_store_serves_boto3_and_s3fs(weak_store: WeakStore) -> None:
-    """What both clients use of S3 is there."""
     exercise(weak_store)
 
 
 def test_moto_serves_boto3_and_s3fs(moto: Server) -> None:
-    """The same calls on the quick server."""
     exercise(moto)
 
 
 def test_radosgw_serves_boto3_and_s3fs_through_the_proxy(radosgw: Server) -> None:
-    """The real server accepts what was signed for the proxy, keeps a key to its first writer and finds a flipped bit."""
+    """The real server accepts requests that were signed for the proxy, keeps a key's first object, and detects a
+    flipped bit.
+    """
     with faulty_bucket(radosgw) as faulty:
         exercise(faulty.server)
         put(faulty.server, b"first", IfNoneMatch="*")
@@ -114,8 +114,8 @@ def test_radosgw_serves_boto3_and_s3fs_through_the_proxy(radosgw: Server) -> Non
         assert get(radosgw) == b"first"
 
 
-def test_a_server_that_cannot_be_had_says_why(tmp_path: Path) -> None:
-    """No chroot and no way to make one: the reason is in the error, which the fixture skips with."""
+def test_a_server_that_cannot_run_has_a_reason(tmp_path: Path) -> None:
+    """There is no chroot, and none can be created: the error has the reason, with which the fixture skips its tests."""
     (tmp_path / "file").touch()
     with pytest.raises(Unavailable, match=r"no radosgw: .+"), radosgw_server(tmp_path / "file" / "radosgw"):
         pass

@@ -1,4 +1,4 @@
-"""Each fault does what it says, seen by boto3 and by s3fs."""
+"""The effect of each fault on boto3 and on s3fs."""
 
 import threading
 import time
@@ -15,15 +15,15 @@ from tests.buckets.servers import Server
 
 @pytest.fixture
 def faulty(moto: Server) -> Iterator[FaultyBucket]:
-    """FaultyBucket over moto, with an object that lies there already."""
+    """A FaultyBucket in front of moto, with one object."""
     moto.make_bucket(BUCKET)
     moto.client().put_object(Bucket=BUCKET, Key=KEY, Body=BODY)
     with faulty_bucket(moto) as proxy:
         yield proxy
 
 
-def test_no_fault_changes_nothing_and_keeps_count(faulty: FaultyBucket) -> None:
-    """Signed requests pass, boto3's and s3fs's; each is logged with its key and the bytes of its body."""
+def test_without_faults_requests_pass_and_are_counted(faulty: FaultyBucket) -> None:
+    """Signed requests of boto3 and s3fs pass. Each is logged with its key and the size of its body."""
     put(faulty.server)
     assert get(faulty.server) == BODY
     files = filesystem(faulty.server)
@@ -43,7 +43,7 @@ def put_patiently(server: Server) -> None:
 
 
 def test_a_reset_reaches_the_client_and_not_the_server(faulty: FaultyBucket) -> None:
-    """The connection breaks before the server sees anything, as often as was asked for."""
+    """The connection breaks before the server gets anything, `times` times."""
     faulty.add(Fault("reset", key="__0_0", times=2))
     assert [breaks(delete, faulty.server) for _ in range(2)] == [True, True]
     assert get(faulty.server) == BODY
@@ -51,7 +51,7 @@ def test_a_reset_reaches_the_client_and_not_the_server(faulty: FaultyBucket) -> 
 
 
 def test_a_reset_within_the_body_cuts_it_off(faulty: FaultyBucket) -> None:
-    """The server gets so many bytes and then the end; a good one keeps the object that it had."""
+    """The server gets `at` bytes and then EOF. A good server keeps its earlier object."""
     faulty.add(Fault("reset", method="PUT", at=1000))
     assert breaks(lambda server: put(server, b"new" * 1000), faulty.server)
     assert faulty.uploaded_bytes() == 1000
@@ -59,7 +59,7 @@ def test_a_reset_within_the_body_cuts_it_off(faulty: FaultyBucket) -> None:
 
 
 def test_a_hang_lasts_until_it_is_cleared(faulty: FaultyBucket) -> None:
-    """Nothing comes back until then; then the connection breaks and the next one works."""
+    """No answer arrives before `clear`. Then the connection breaks, and the next one works."""
     faulty.add(Fault("hang"))
     seen: list[bool] = []
     client = threading.Thread(
@@ -75,13 +75,13 @@ def test_a_hang_lasts_until_it_is_cleared(faulty: FaultyBucket) -> None:
 
 
 def test_a_hang_is_a_time_out_to_the_client(faulty: FaultyBucket) -> None:
-    """boto3 gives up by its own read time-out."""
+    """boto3 stops at its own read time-out."""
     faulty.add(Fault("hang", at=1000))
     assert breaks(put, faulty.server)
 
 
-def test_a_throttle_carries_so_many_bytes_a_second(faulty: FaultyBucket) -> None:
-    """Two uploads at once share the link; what comes through is whole."""
+def test_a_throttle_limits_the_bytes_a_second(faulty: FaultyBucket) -> None:
+    """Two concurrent uploads share the link, and both are complete."""
     faulty.add(Fault("throttle", bytes_per_s=1e6))
     began = time.monotonic()
     both = [threading.Thread(target=put, args=(faulty.server,)) for _ in range(2)]
@@ -94,8 +94,8 @@ def test_a_throttle_carries_so_many_bytes_a_second(faulty: FaultyBucket) -> None
     assert get(faulty.server) == BODY
 
 
-def test_slow_down_comes_in_the_servers_place(faulty: FaultyBucket) -> None:
-    """The client reads an S3 error; the server saw nothing; the connection stays good."""
+def test_slow_down_is_answered_in_place_of_the_server(faulty: FaultyBucket) -> None:
+    """The client gets an S3 error, the server gets nothing, and the connection can be used again."""
     faulty.add(Fault("status", method="PUT", times=1))
     client = faulty.server.client()
     with pytest.raises(ClientError) as caught:
@@ -106,16 +106,16 @@ def test_slow_down_comes_in_the_servers_place(faulty: FaultyBucket) -> None:
     assert faulty.uploaded_bytes() == 0
 
 
-def test_a_lost_answer_hides_what_was_done(faulty: FaultyBucket) -> None:
-    """The client sees a broken connection; the object is there."""
+def test_a_lost_answer_hides_a_completed_request(faulty: FaultyBucket) -> None:
+    """The client's connection breaks, but the object is stored."""
     faulty.add(Fault("lost_answer", method="PUT"))
     assert breaks(lambda server: put(server, b"new"), faulty.server)
     assert get(faulty.server) == b"new"
     assert [request.status for request in faulty.requests("PUT")] == [200]
 
 
-def test_a_bit_flips_on_its_way_up(faulty: FaultyBucket) -> None:
-    """A server that verifies nothing keeps the changed byte, and the client is told that all is well."""
+def test_a_bit_of_an_upload_flips(faulty: FaultyBucket) -> None:
+    """A server without checks stores the changed byte, and reports success."""
     faulty.add(Fault("flip_request", method="PUT", at=7))
     put(faulty.server)
     stored = get(faulty.server)
@@ -123,22 +123,22 @@ def test_a_bit_flips_on_its_way_up(faulty: FaultyBucket) -> None:
     assert stored[:7] + stored[8:] == BODY[:7] + BODY[8:]
 
 
-def test_a_bit_flips_on_its_way_down(faulty: FaultyBucket) -> None:
-    """One byte of the answer differs, its length does not; s3fs delivers a range of it without a word."""
+def test_a_bit_of_a_download_flips(faulty: FaultyBucket) -> None:
+    """One byte of the answer differs, its length does not. s3fs returns the changed range without an error."""
     faulty.add(Fault("flip_answer", method="GET"))
     got = get(faulty.server)
     assert [at for at in range(len(BODY)) if got[at] != BODY[at]] == [len(BODY) // 2]
     assert filesystem(faulty.server).cat_file(f"{BUCKET}/{KEY}", start=0, end=2) == bytes([0, 1 ^ 0x10])
 
 
-def test_a_short_answer_looks_whole(faulty: FaultyBucket) -> None:
-    """The client gets a part and no error."""
+def test_a_short_answer_looks_complete(faulty: FaultyBucket) -> None:
+    """The client gets a part of the body, and no error."""
     faulty.add(Fault("short_answer", method="GET", at=5))
     assert get(faulty.server) == BODY[:5]
 
 
-def test_a_cut_answer_does_not_look_whole(faulty: FaultyBucket) -> None:
-    """The connection ends before the length that was promised, and the client knows."""
+def test_a_cut_answer_does_not_look_complete(faulty: FaultyBucket) -> None:
+    """The connection ends before the announced length, and the client raises an error."""
     faulty.add(Fault("cut_answer", method="GET"))
     assert breaks(get, faulty.server)
     assert faulty.downloaded_bytes() == len(BODY) // 2
@@ -146,7 +146,7 @@ def test_a_cut_answer_does_not_look_whole(faulty: FaultyBucket) -> None:
 
 @pytest.mark.parametrize("how", ["refuse", "hang"])
 def test_the_server_goes_away_and_comes_back(faulty: FaultyBucket, how: Literal["refuse", "hang"]) -> None:
-    """While it is away nobody gets an answer, not even over an open connection; then all is as before."""
+    """Meanwhile no request is answered, not even over an open connection. Afterwards requests work again."""
     client = faulty.server.client(timeout_s=1)
     client.list_buckets()
     faulty.away(how)
@@ -157,8 +157,8 @@ def test_the_server_goes_away_and_comes_back(faulty: FaultyBucket, how: Literal[
     assert client.get_object(Bucket=BUCKET, Key=KEY)["Body"].read() == BODY
 
 
-def test_going_away_breaks_what_is_under_way(faulty: FaultyBucket) -> None:
-    """An upload that has begun ends with a broken connection, at once."""
+def test_going_away_breaks_requests_in_progress(faulty: FaultyBucket) -> None:
+    """An upload in progress ends at once with a broken connection."""
     faulty.add(Fault("throttle", bytes_per_s=1e4))
     seen: list[bool] = []
     client = threading.Thread(target=lambda: seen.append(breaks(put_patiently, faulty.server)))
@@ -171,7 +171,7 @@ def test_going_away_breaks_what_is_under_way(faulty: FaultyBucket) -> None:
 
 
 def test_faults_choose_their_requests(faulty: FaultyBucket) -> None:
-    """By method, key, query and number; the log tells which were hit."""
+    """A fault selects requests by method, key, query and number. The log has the fault of each request."""
     hit = faulty.add(Fault("status", method="GET", key="__0_0", query="versionId=x", skip=1, times=1))
     client = faulty.server.client()
     client.head_object(Bucket=BUCKET, Key=KEY)
@@ -187,7 +187,7 @@ def test_faults_choose_their_requests(faulty: FaultyBucket) -> None:
 
 
 def test_chance_is_repeatable(moto: Server) -> None:
-    """The same seed hits the same requests in a row, about as many as were asked for."""
+    """The same seed selects the same requests, about as many as `probability` says."""
 
     def draw() -> list[bool]:
         with faulty_bucket(moto) as faulty:

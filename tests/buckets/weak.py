@@ -1,7 +1,7 @@
-"""A weak object store of our own: speaks enough S3, and promises less than S3 does.
+"""A weak object store: it supports a part of S3, with weaker guarantees than S3.
 
-A PUT that is cut off becomes an object, as long as what arrived of it. If-None-Match and If-Match are ignored, checksums
-neither verified nor kept, signatures not looked at.
+A PUT that is cut off becomes an object with the bytes that arrived. If-None-Match and If-Match are ignored, checksums
+are neither verified nor stored, and signatures are not checked.
 """
 
 import socket
@@ -18,14 +18,14 @@ from tests.buckets.wire import blocks, read_head
 
 @dataclass(frozen=True)
 class WeakStore(Server):
-    """The endpoint, and what lies behind it: tests may look and tamper, past all requests."""
+    """The endpoint, and the stored objects: tests may read and change them without requests."""
 
     objects_by_bucket: dict[str, dict[str, Object]] = field(default_factory=dict)
     upload_by_id: dict[str, Upload] = field(default_factory=dict)
 
 
 def _serve(client: socket.socket, objects: MemoryBucket) -> None:
-    """Requests of one client, one after the other."""
+    """Serves the requests of one client one after the other."""
     with suppress(OSError), client.makefile("rb") as incoming:
         while (head := read_head(incoming)) is not None:
             if "100-continue" in head.value("Expect"):
@@ -35,7 +35,7 @@ def _serve(client: socket.socket, objects: MemoryBucket) -> None:
                 for block in blocks(incoming, head):
                     body += block
             except OSError:
-                if head.first[0] == "PUT":  # the end of the connection is taken for the end of the object
+                if head.first[0] == "PUT":  # the end of the connection counts as the end of the object
                     objects.answer(Ask.of(head, bytes(body)))
                 return
             answer = objects.answer(Ask.of(head, bytes(body)))
@@ -49,7 +49,7 @@ class _Listener(ThreadingTCPServer):
 
 @contextmanager
 def weak_server(*, refuses_checksums: bool = False) -> Iterator[WeakStore]:
-    """The store in threads of this process, empty; one that refuses checksums takes nothing that is sent with one."""
+    """An empty store in threads of this process. With `refuses_checksums` it refuses requests that carry a checksum."""
     objects = MemoryBucket(refuses_checksums=refuses_checksums)
 
     class Connection(BaseRequestHandler):

@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages as they pass: heads that keep every byte they came with, bodies as a stream of blocks."""
+"""HTTP/1.1 messages in transit: heads that keep every byte, and bodies as a stream of blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,17 +9,19 @@ BLOCK_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Head:
-    """First line and header lines, unchanged and in order, each without its line end."""
+    """The first line and the header lines, unchanged and in order, each without its line end."""
 
     lines: tuple[bytes, ...]
 
     @property
     def first(self) -> list[str]:
-        """The three words of the first line: method, target, version of a request; version, status, reason of an answer."""
+        """The three words of the first line: method, target and version of a request; version, status and reason of an
+        answer.
+        """
         return [*self.lines[0].decode("latin-1").split(" ", 2), "", ""][:3]
 
     def value(self, name: str) -> str:
-        """The header's value in lower case; empty if it is absent."""
+        """The header's value in lower case. Empty if the header is absent."""
         wanted = name.lower()
         for line in self.lines[1:]:
             found, _, value = line.decode("latin-1").partition(":")
@@ -33,7 +35,7 @@ class Head:
         return Head((self.lines[0], *kept))
 
     def with_length(self, size_bytes: int) -> "Head":
-        """Says that a body of `size_bytes` follows as it is, whatever it said before."""
+        """A head for a body of `size_bytes` without chunks, in place of any earlier length."""
         bare = self.without("Content-Length", "Transfer-Encoding")
         return Head((*bare.lines, f"Content-Length: {size_bytes}".encode()))
 
@@ -46,12 +48,12 @@ class Head:
 
     @property
     def ends_connection(self) -> bool:
-        """The sender closes after this message."""
+        """Whether the sender closes the connection after this message."""
         return self.value("Connection") == "close" or self.lines[0].startswith(b"HTTP/1.0")
 
 
 def read_head(source: BufferedReader) -> Head | None:
-    """The next head; None if the connection ended before one was complete."""
+    """The next head. None if the connection ends before it is complete."""
     lines: list[bytes] = []
     while line := source.readline(65536):
         if not line.endswith(b"\n"):
@@ -69,7 +71,7 @@ def _exactly(source: BufferedReader, size_bytes: int) -> Iterator[bytes]:
     while left:
         block = source.read1(min(left, BLOCK_BYTES))
         if not block:
-            raise ConnectionError(f"the sender left with {left} of {size_bytes} bytes unsent")
+            raise ConnectionError(f"the sender closed with {left} of {size_bytes} bytes unsent")
         left -= len(block)
         yield block
 
@@ -82,15 +84,15 @@ def _chunks(source: BufferedReader) -> Iterator[bytes]:
         yield from _exactly(source, size_bytes)
         source.readline()
     else:
-        raise ConnectionError("the sender left within a chunked body")
+        raise ConnectionError("the sender closed within a chunked body")
     while source.readline().strip():
-        pass  # trailers of the transfer; those of S3 stand inside the body
+        pass  # trailers of the transfer coding; S3's own trailers are inside the body
 
 
 def blocks(source: BufferedReader, head: Head, *, to_the_end: bool = False) -> Iterator[bytes]:
-    """The payload that follows `head`, free of chunk framing.
+    """The payload that follows `head`, without chunk framing.
 
-    With `to_the_end` a message that states no length lasts until its sender closes; otherwise it has no body.
+    With `to_the_end`, a message without a length lasts until its sender closes. Otherwise such a message has no body.
 
     Raises: ConnectionError when the sender leaves early.
     """
@@ -104,12 +106,12 @@ def blocks(source: BufferedReader, head: Head, *, to_the_end: bool = False) -> I
 
 
 def framed(block: bytes, head: Head) -> bytes:
-    """The block as it goes over the wire under `head`; an empty block ends a chunked body."""
+    """The block in the framing that `head` requires. An empty block ends a chunked body."""
     return b"%x\r\n%b\r\n" % (len(block), block) if head.is_chunked else block
 
 
 def until(body: Iterator[bytes], size_bytes: int) -> Iterator[bytes]:
-    """The first `size_bytes` of the body; asks for no more than that."""
+    """The first `size_bytes` of the body. Reads no more blocks than that needs."""
     left = size_bytes
     while left and (block := next(body, b"")):
         yield block[:left]
@@ -117,5 +119,5 @@ def until(body: Iterator[bytes], size_bytes: int) -> Iterator[bytes]:
 
 
 def flipped(body: bytes, at: int) -> bytes:
-    """The body with one bit of byte `at` turned; as it is where it has no such byte."""
+    """The body with one bit of byte `at` flipped. Unchanged if there is no such byte."""
     return body[:at] + bytes(byte ^ 0x10 for byte in body[at : at + 1]) + body[at + 1 :]

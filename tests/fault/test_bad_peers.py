@@ -1,4 +1,6 @@
-"""Nodes that are cut off, each in a network namespace: a save goes on without them, and what they missed is made up."""
+"""Nodes that lose the network, each in its own network namespace: a save continues without them, and they catch up
+later.
+"""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from tests.steps.errors import timed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
-COUNT = 24  # MiB for each rank: several buffers
+COUNT = 24  # MiB of each rank, more than one buffer
 MIDDLE = f"rank.writing@{COUNT // 2}"
 LOAD_S = 10.0
 MADE_UP_WITHIN_S = 60.0
@@ -37,7 +39,7 @@ class Site:
         return call(network_steps.change, network=self.network.name, how=how, nodes=list(nodes))
 
     def save_while(self, how: str, *nodes: int, point: str) -> Call[Any]:
-        """A save of step-2 during which the network changes at a failpoint of rank 0."""
+        """A save of step-2 during which the network changes, at a failpoint of rank 0."""
         return call(
             network_steps.save_while_cut_off,
             checkpoint_id="step-2",
@@ -51,7 +53,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
-    """As many nodes as the test's parameter says, or three, in a network of their own."""
+    """A cluster in a network of its own. It has three nodes, or as many as the test's parameter says."""
     if why := why_no_network():
         pytest.skip(why)
     rounds = {"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "2"}
@@ -76,7 +78,7 @@ def copies_made(checkpoint_id: str, ranks: int) -> Call[Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("site", [2], indirect=True)
 def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> None:
-    """Ranks have one network and agents another: all of an asynchronous save's copies go over the agents'."""
+    """Ranks and agents use different networks: the copies of an asynchronous save go over the network of the agents."""
     sent = partial(site.network.sent_bytes, 0)
     before = sent(RANKS), sent(AGENTS)
     save = call(async_saves.footprint_of_saves, saves=1, mebibytes=COPIED_MIB)
@@ -86,7 +88,9 @@ def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> Non
 
 
 def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
-    """It loads in the whole world, without litter, and in a world that has lost the coordinator's node."""
+    """The checkpoint loads on all nodes, no staged files are left, and it also loads after the coordinator's node is
+    lost.
+    """
     nodes = len(site.cluster.nodes)
     made, latest = copies_made(checkpoint_id, nodes), load("latest", nodes)
     results = site.cluster.launch([made, latest, LITTER], nodes=range(nodes), timeout_s=150)
@@ -102,7 +106,7 @@ def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["coordinator.placed", MIDDLE])
 def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: str) -> None:
-    """The coordinator's buddy can be reached by others only: its copy goes to the third node, and the save succeeds."""
+    """The link between the coordinator and its buddy is down: the third node takes the copy, and the save succeeds."""
     cut_off = site.save_while("cut_between", 0, 1, point=point)
     calls = [save("step-1"), cut_off, site.change("heal_between", 0, 1)]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
@@ -113,7 +117,9 @@ def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: 
 
 @pytest.mark.long
 def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) -> None:
-    """Every copy is made when the link goes down: the save succeeds, says who has not published, and that one makes up."""
+    """The link goes down once every copy is made. The save succeeds with a warning that names the node that has not
+    published, and that node publishes later.
+    """
     cut_off = site.save_while("cut_store", 1, point="coordinator.accounted")
     results = site.cluster.launch([save("step-1"), cut_off, site.change("heal", 1)], nodes=[0, 1, 2], timeout_s=100)
     for outcome in results.of(cut_off):
@@ -124,8 +130,10 @@ def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("site", [2], indirect=True, ids=["2nodes"])
-def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site) -> None:
-    """Its node cannot publish and nobody else has it: every rank is told, and the save is whole once the link is back."""
+def test_a_shard_that_only_an_unreachable_store_has_is_not_acknowledged(site: Site) -> None:
+    """Only the unreachable node has the shard: every rank gets AckNotReached, and the save is completed once the link
+    is back.
+    """
     cut_off = site.save_while("cut_store", 1, point=MIDDLE)
     results = site.cluster.launch([save("step-1"), cut_off, site.change("heal", 1)], nodes=[0, 1], timeout_s=100)
     for outcome in results.of(cut_off):
@@ -137,7 +145,9 @@ def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site)
 
 @pytest.mark.long
 def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) -> None:
-    """Its shard cannot be published anywhere: every rank is told that; once the link is back the save is completed."""
+    """No node can publish the shard of the unreachable store: every rank gets AckNotReached. The save is completed once
+    the link is back.
+    """
     cut_off, latest = site.save_while("cut_store", 1, point="rank.registered"), load("latest", 3)
     calls = [save("step-1"), cut_off, site.change("heal", 1), latest]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=150)
@@ -152,8 +162,10 @@ def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) ->
     assert_whole_everywhere(site, "step-2")
 
 
-def test_a_node_that_vanishes_in_the_middle_of_a_save_costs_that_save_only(site: Site) -> None:
-    """Ranks and store of one node are unreachable at once: the others go on from the old checkpoint without it."""
+def test_a_node_that_vanishes_during_a_save_costs_that_save_only(site: Site) -> None:
+    """The ranks and the store of one node become unreachable together. The other nodes load the old checkpoint, and
+    save again without that node.
+    """
     site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
     site.cluster.environment[COLLECTIVE_TIMEOUT_ENV] = "6"
     cut_off = site.save_while("cut", 1, point=MIDDLE)
@@ -176,8 +188,8 @@ def test_a_node_that_vanishes_in_the_middle_of_a_save_costs_that_save_only(site:
     assert results.of(LITTER) == [[], [], []]
 
 
-def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
-    """A world of the other nodes: whoever does not answer is not waited for longer than seconds, and nothing is missing."""
+def test_a_load_succeeds_without_a_node_that_is_cut_off(site: Site) -> None:
+    """The remaining nodes load every byte within the time limit, although the unreachable node does not answer."""
     site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
     site.network.cut(1)
     results = site.cluster.run(load("latest", 3), nodes=[0, 2], timeout_s=60)
@@ -185,7 +197,9 @@ def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
 
 
 def test_a_store_that_is_cut_off_costs_a_load_one_time_out(site: Site) -> None:
-    """Its ranks live, and read their own disk; the others ask its agent once, and the load is over within 10 s."""
+    """The ranks of the unreachable store are alive and read their own disk. The others ask its agent once, so the load
+    ends within 10 s.
+    """
     loaded = timed(load("step-1", 3))
     calls = [save("step-1", copies=3), site.change("cut_store", 1), loaded, site.change("heal", 1)]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=60)
@@ -195,9 +209,10 @@ def test_a_store_that_is_cut_off_costs_a_load_one_time_out(site: Site) -> None:
 
 
 def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site) -> None:
-    """A blank node reads from two others when one of them vanishes: the other gives the rest, after one time-out.
+    """A blank node reads from two other nodes, and one of them becomes unreachable: the other one provides the
+    remaining bytes after one time-out.
 
-    However many shards were just being read from it: they are waited for side by side, and none twice.
+    All shards that were being read from the lost source time out in parallel, and each of them once.
     """
     site.cluster.launch([save("step-1", copies=3)], nodes=[0, 1, 2])
     site.cluster.nodes[2].lose()

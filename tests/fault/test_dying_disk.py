@@ -1,4 +1,4 @@
-"""A disk that fails in the middle of a load costs nothing where another node has copies: its bytes come from there."""
+"""A disk fails in the middle of a load: the load reads from another node that has copies."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ Dies = Callable[[Path, ExitStack, pytest.MonkeyPatch], None]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """Of a node whose checkpoint another node has, too; both agents run."""
+    """The root of a node whose checkpoint has copies on another node. Both agents run."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     with running_agent(roots[0]) as own, running_agent(roots[1]) as other:
         writer = ReplicatedWriter(roots[0], copies=2)
@@ -40,13 +40,13 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def refuse_all(root: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
-    """Nothing of the checkpoint can be looked at or opened any more."""
+    """Every access to the checkpoint's directory fails with EIO."""
     del patch
     stack.enter_context(refused(root / "step-1", errno.EIO))
 
 
-def refuse_to_tell(root: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
-    """The shard is opened and found to be a file, and then the disk does not say how long it is."""
+def refuse_size(root: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+    """The shard can be opened, but reading its size fails with EIO."""
     del stack
     fstat, shard, asked = os.fstat, str(root / "step-1" / SHARD), []
 
@@ -61,11 +61,11 @@ def refuse_to_tell(root: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
-@pytest.mark.parametrize("dies", [refuse_all, refuse_to_tell])
+@pytest.mark.parametrize("dies", [refuse_all, refuse_size])
 def test_the_other_nodes_copy_is_loaded(
     root: Path, monkeypatch: pytest.MonkeyPatch, dies: Dies, is_locked: bool
 ) -> None:
-    """Whether the disk fails before the version is held for this load or after that."""
+    """The disk fails before or after the load has locked the version."""
     state = {"w": torch.zeros(1000)}
     with ExitStack() as stack, monkeypatch.context() as patch:
 

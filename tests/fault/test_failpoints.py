@@ -1,4 +1,4 @@
-"""Failpoints: off they do nothing, armed they do what was said, and only where it was said."""
+"""Failpoints: an armed failpoint acts at its place only, and otherwise nothing happens."""
 
 import os
 import signal
@@ -16,7 +16,9 @@ PACKAGE = HOME / "replicated_ckpt"
 
 
 def ran(armed: str, *reached: str) -> "subprocess.CompletedProcess[str]":
-    """A process that is armed through its environment, reaches these points, and says so after each."""
+    """A process that arms failpoints from its environment, reaches these points, and prints the name of each one that
+    it passes.
+    """
     code = "import sys\nfrom replicated_ckpt.failpoints import reach\n"
     code += "for name in sys.argv[1:]:\n    reach(name)\n    print(name, flush=True)\n"
     environment = {**os.environ, "PYTHONPATH": str(HOME), failpoints.ENV: armed}
@@ -24,15 +26,15 @@ def ran(armed: str, *reached: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_a_process_is_killed_where_it_was_said() -> None:
-    """`kill@2` ends the process with SIGKILL the second time that the named place is reached, and not before."""
+def test_a_process_is_killed_at_the_armed_failpoint() -> None:
+    """`kill@2` ends the process with SIGKILL when it reaches the named failpoint for the second time, and not before."""
     done = ran("commit.named=kill@2", "commit.checked", "commit.named", "commit.durable", "commit.named", "commit.done")
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.split() == ["commit.checked", "commit.named", "commit.durable"]
 
 
-def test_a_failpoint_raises_no_error_of_ours() -> None:
-    """`raise` stands for a defect: nothing that handles our own errors may catch it."""
+def test_a_failpoint_raises_no_error_of_the_package() -> None:
+    """`raise` simulates a defect, so no handler for the package's own errors may catch its exception."""
     with (
         failpoints.arm("commit.named", failpoints._action("raise")),
         pytest.raises(failpoints.FailpointReached, match=r"commit\.named"),
@@ -42,8 +44,8 @@ def test_a_failpoint_raises_no_error_of_ours() -> None:
 
 
 @pytest.mark.parametrize("text", ["no.such=kill", "commit.named=explode", "commit.named"])
-def test_what_cannot_be_armed_is_refused(text: str) -> None:
-    """A misspelt failpoint is an error and not a test that passes because nothing happened."""
+def test_an_invalid_arming_is_refused(text: str) -> None:
+    """A misspelt failpoint raises an error. Otherwise a test would pass because nothing happened."""
     with pytest.raises(ConfigInvalid, match=failpoints.ENV):
         failpoints.arm_from_environment(text)
 

@@ -1,4 +1,4 @@
-"""How many fsyncs a save makes, seen by strace: each waits for the disk."""
+"""How many fsyncs a save makes, counted with strace. Each fsync waits for the disk."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from tests.fault.power_loss.strace import HOME, seen_below
 
 pytestmark = [pytest.mark.fault, pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")]
 SAVES = {"first": ("step-1", 5, 12), "later": ("step-2", 4, 8), "overwrite": ("step-2", 4, 9)}
-"""By kind: the checkpoint, and the most fsyncs of files and of directories, the one that the root lies in included."""
+"""By kind: the checkpoint, and the limits for fsyncs of files and of directories, the root's parent included."""
 JOB = """
 import sys, warnings
 from pathlib import Path
@@ -30,7 +30,7 @@ for word in sys.argv[2:]:
 
 
 def test_a_save_of_one_rank_makes_few_fsyncs(tmp_path: Path) -> None:
-    """A first save, a later one under a new id, and one over that."""
+    """A first save, a later one under a new id, and an overwrite of that one stay within their limits."""
     base, log = tmp_path / "base", tmp_path / "strace.log"
     base.mkdir()
     command = ["strace", "-f", "-y", "-s", "0", "-e", "trace=mkdir,fsync,fdatasync,sync_file_range,syncfs,sync"]
@@ -52,5 +52,5 @@ def test_a_save_of_one_rank_makes_few_fsyncs(tmp_path: Path) -> None:
 
 
 def is_directory(path: str) -> bool:
-    """Whether it was one: what is written whole, small or large, has a name with an ending then."""
+    """Whether the path was a directory: every file is written under a temporary name with an ending."""
     return not path.endswith((".tmp", ".part"))

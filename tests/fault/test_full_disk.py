@@ -1,4 +1,6 @@
-"""A buddy runs out of disk: its copy goes elsewhere; one's own full disk fails the save on every rank and loses nothing."""
+"""Full disks. A buddy without space passes its copy on to another node. A rank's own full disk fails the save on every
+rank and loses nothing.
+"""
 
 import collections
 import itertools
@@ -43,7 +45,7 @@ LINEAGE = "a" * 16
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Three nodes; the second one's disk is small."""
+    """Three nodes; the second one has a small disk."""
     with Cluster(tmp_path / "cluster", 3, quick_exit=True) as cluster:
         disk = cluster.nodes[1].disk
         mounted = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m,nr_inodes=2000,mode=0700", "tmpfs", str(disk)]
@@ -57,7 +59,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_a_buddy_without_space_passes_its_copy_on(cluster: Cluster) -> None:
-    """Its own small shard fits, its buddy's large one does not: a third node takes that, and both copies are made."""
+    """The buddy has room for its own small shard, but not for the copy of a large one. A third node takes that copy, so
+    each shard has two copies.
+    """
     counts = [24, 2, 2]
     calls = [
         call(fault.save_uneven, checkpoint_id="step-1", counts=counts),
@@ -71,8 +75,10 @@ def test_a_buddy_without_space_passes_its_copy_on(cluster: Cluster) -> None:
     assert [f for node in cluster.nodes for f in findings(LocalStore(node.disk)) if f.problem.value == "corrupt"] == []
 
 
-def test_a_full_disk_of_ones_own_fails_the_save_for_all(cluster: Cluster) -> None:
-    """Every rank is told StoreFull and where; the checkpoint before it loads, and so does the next one that fits."""
+def test_a_ranks_own_full_disk_fails_the_save_on_every_rank(cluster: Cluster) -> None:
+    """Every rank gets StoreFull with the path and the host. The previous checkpoint still loads. The next save that
+    fits succeeds.
+    """
     small, large = [2, 2, 2], [2, 30, 2]
     before = call(fault.save_uneven, checkpoint_id="step-1", counts=small)
     too_large = call(fault.save_uneven, checkpoint_id="step-2", counts=large)
@@ -90,7 +96,7 @@ def test_a_full_disk_of_ones_own_fails_the_save_for_all(cluster: Cluster) -> Non
 
 
 def test_a_lost_copy_is_made_where_there_is_room(cluster: Cluster) -> None:
-    """Not on the node that was meant to hold it, whose disk would refuse it in each round."""
+    """The node that should hold the copy has a full disk: re-protection makes the copy on a third node."""
     stores = [LocalStore(node.disk) for node in cluster.nodes]
     checkpointed(stores, 1, {shard(0): [0, 1]}, on=[0], size_bytes=SMALL_DISK_MIB << 19)
     (stores[1].root / "filler").write_bytes(bytes(SMALL_DISK_MIB << 19))
@@ -101,13 +107,13 @@ def test_a_lost_copy_is_made_where_there_is_room(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("left", range(4))
-def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, left: int) -> None:
-    """However far it came: the bytes that it took are free again at once, not when the agent starts again."""
+def test_a_copy_that_finds_no_room_leaves_no_files(cluster: Cluster, left: int) -> None:
+    """Wherever the copy runs out of space, the space that it used is freed at once, without a restart of the agent."""
     disk = cluster.nodes[1].disk
     service = NodeService(LocalStore(disk))
     manifest = checkpointed([service.store], 1, {shard(0): [0]}, copies=1)
     path = disk / "step-1" / shard(0)
-    with path.open("r+b") as file:  # its footer: the copy is made of its own data, and what is bad is set aside
+    with path.open("r+b") as file:  # the footer is bad: the node copies its own data, and sets the bad file aside
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     mender = Mender(service, Pace(1e15, threading.Event()))
@@ -116,7 +122,7 @@ def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, l
     filler = disk / "filler"
     filler.mkdir()
     numbered = (filler / str(number) for number in itertools.count())
-    with pytest.raises(OSError, match="No space left"):  # now and then it has more than it says is free
+    with pytest.raises(OSError, match="No space left"):  # tmpfs sometimes has more free inodes than it reports
         collections.deque(map(Path.touch, numbered), maxlen=0)
     for number in range(left):
         (filler / str(number)).unlink()
@@ -130,7 +136,9 @@ def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, l
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster, *, is_running: bool) -> None:
-    """As the error of a save on it says: the agent, one that runs or that the command starts, has room that was kept."""
+    """`prune` and `rm` work on the full disk, whether an agent runs already or the command starts one: the agent has
+    reserved space.
+    """
     store = LocalStore(cluster.nodes[1].disk)
     store.node_id()
     for number in (1, 2, 3):
@@ -141,19 +149,23 @@ def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster, *,
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_disk_without_inodes_can_be_pruned(cluster: Cluster, *, is_running: bool) -> None:
-    """Its numbers say that bytes are free, as they do where a user's quota is used up: so that is tried."""
+    """`prune` and `rm` work without free inodes, although the file system reports free bytes, as with an exhausted user
+    quota.
+    """
     store = LocalStore(cluster.nodes[1].disk)
     for number in (1, 2, 3):
         checkpointed([store], number, {shard(0): [0]}, copies=1, checkpoint_id=f"step-{number}", size_bytes=50_000)
     assert command("prune", "--keep-last", "3", "--root", store.root).returncode == ExitCode.OK
-    assert read_endpoint(store.root / AGENT_DIR) is not None, "the command has started no agent"
+    assert read_endpoint(store.root / AGENT_DIR) is not None, "the command did not start an agent"
     stop_agent(store.root)
     with running_agent(store.root) if is_running else nullcontext():
         check_pruning(store, fill_inodes)
 
 
-def test_a_disk_that_is_full_to_the_last_byte_keeps_no_retention_from_freeing_it(cluster: Cluster) -> None:
-    """Nor does it keep a load's checkpoint from staying: what an agent would note of either can wait."""
+def test_retention_frees_a_disk_that_is_full_to_the_last_byte(cluster: Cluster) -> None:
+    """On a full disk, retention still removes the old checkpoint, and a load still pins the one that it reads: the
+    agent writes its records of both later.
+    """
     stores = [LocalStore(node.disk) for node in cluster.nodes[:2]]
     for number in (1, 2):
         saved(stores, number)
@@ -162,7 +174,7 @@ def test_a_disk_that_is_full_to_the_last_byte_keeps_no_retention_from_freeing_it
         for agent in (other, full):
             with agent.client() as client:
                 client.call("POST", "/v1/retention", {"policies": [policy.to_json()]})
-        wait_for(protected(other, full), 30, "a look at the first two")
+        wait_for(protected(other, full), 30, "re-protection of the first two checkpoints")
         full.signal(signal.SIGSTOP)
         saved(stores, 3)
         fill(stores[1])
@@ -170,8 +182,8 @@ def test_a_disk_that_is_full_to_the_last_byte_keeps_no_retention_from_freeing_it
         with full.peer() as client:
             load = {"lineage": LINEAGE, "sequence": 4, "save_id": f"{2:032x}", "reader": "session/1"}
             assert client.call("POST", "/v1/sequence", load) == {"is_here": True, "is_slim": False}
-        wait_for(lambda: not (stores[1].root / "step-1").exists(), 30, "the end of what is kept no longer")
-        wait_for(protected(other, full), 30, "a look at what is left")
+        wait_for(lambda: not (stores[1].root / "step-1").exists(), 30, "the removal of step-1")
+        wait_for(protected(other, full), 30, "re-protection of the checkpoints that are left")
     (stores[1].root / "filler").unlink()
     assert [name for name, _ in stores[1].catalog.committed()] == ["step-2", "step-3"]
     assert [finding for store in stores for finding in findings(store)] == []

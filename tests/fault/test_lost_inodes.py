@@ -1,4 +1,4 @@
-"""A sector of a disk is lost, with one inode in it: what lies elsewhere on that disk is looked after as before."""
+"""A disk sector with one inode is lost: the other checkpoints on that disk are listed, read and protected as before."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ from tests.agent.checkpoints import checkpointed, findings, shard
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own is mounted, which needs root"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root"),
 ]
 IDS = ["step-1", "step-2", "step-3"]
 LOST = {"shard": f"step-2/{shard(0)}", "manifest": f"step-2/{MANIFEST_NAME}", "directory": "step-2"}
@@ -34,7 +34,9 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture
 def lose(tmp_path: Path) -> Iterator[Callable[[str], LocalStore]]:
-    """A store of three checkpoints on an ext4 of its own, once the checksum of one inode has become wrong."""
+    """`lose(name)` makes a store with three checkpoints on an ext4 image of its own, and corrupts the inode checksum of
+    the named file.
+    """
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
 
@@ -73,7 +75,7 @@ def lose(tmp_path: Path) -> Iterator[Callable[[str], LocalStore]]:
 
 @pytest.mark.parametrize("kind", LOST)
 def test_the_other_checkpoints_are_looked_after(lose: Callable[[str], LocalStore], kind: str) -> None:
-    """They are listed, read and protected; the one with the loss is named, and not taken for one that never was."""
+    """The other checkpoints are listed, read and protected. The damaged one is reported as damaged, not as missing."""
     store = lose(LOST[kind])
     service, stopping = NodeService(store), threading.Event()
     assert {held.checkpoint_id for held in service.holdings()} == {*IDS} - ({"step-2"} if kind != "shard" else set())
@@ -83,5 +85,5 @@ def test_the_other_checkpoints_are_looked_after(lose: Callable[[str], LocalStore
     if kind == "shard":
         assert service.holdings("step-2")[0].damaged == (shard(0),)
         return
-    with pytest.raises(ManifestInvalid, match="cannot determine the state of"):  # "unknown" would have others drop it
+    with pytest.raises(ManifestInvalid, match="cannot determine the state of"):  # "unknown" lets others drop it
         service.state_of(f"{2:032x}")

@@ -1,4 +1,4 @@
-"""Versions never move: no save, overwrite, load, removal, retention, repair or start of an agent renames a directory."""
+"""Versions never move: no save, overwrite, load, removal, retention, repair or agent start renames a directory."""
 
 import os
 import re
@@ -66,7 +66,7 @@ finally:
 
 
 def test_no_directory_is_renamed_and_no_file_of_a_user_is_touched(tmp_path: Path) -> None:
-    """Seen by strace over one of each, agents and commands included."""
+    """strace records one operation of each kind, in the trainer, the agents and the commands."""
     root, log = tmp_path / "node", tmp_path / "strace.log"
     command = [
         "strace",
@@ -91,8 +91,8 @@ def test_no_directory_is_renamed_and_no_file_of_a_user_is_touched(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     calls = list(seen_below(root, log.read_text()))
     renamed = [call for call in calls if call[0] in ("rename", "exchange")]
-    assert {Path(call[2]).name for call in renamed} >= {".manifest.json", ".metadata"}, "the commits were seen"
-    assert any(Path(call[2]).name.startswith(".gone.") for call in renamed), "the removals were seen"
+    assert {Path(call[2]).name for call in renamed} >= {".manifest.json", ".metadata"}, "strace missed the commits"
+    assert any(Path(call[2]).name.startswith(".gone.") for call in renamed), "strace missed the removals"
     assert [call for call in renamed if any(map(is_directory_of_ours, call[1:3]))] == []
     assert [call for call in calls if "tokenizer" in str(call)] == []
     assert (root / "step-3" / "tokenizer" / "vocab.txt").read_text() == "words"
@@ -100,7 +100,7 @@ def test_no_directory_is_renamed_and_no_file_of_a_user_is_touched(tmp_path: Path
 
 
 def is_directory_of_ours(path: str) -> bool:
-    """A checkpoint's directory, a staging directory, or one that was."""
+    """Whether the path is a checkpoint's directory, a staging directory or the agent's, now or in an older layout."""
     name = Path(path).name
     return (
         re.fullmatch(r"step-[0-9]|[0-9a-f]{32}|\.(staging|trash|replaced|agent)", name) is not None

@@ -1,4 +1,4 @@
-"""A node whose root cannot be written any more: its checkpoints still load, with or without an agent there."""
+"""A node whose root became read-only: its checkpoints still load, whether an agent runs there or not."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ SOON_S = 10.0
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Two nodes; the disk of the second one is a file system of its own."""
+    """Two nodes; the root of the second one is a separate file system."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         disk = cluster.nodes[1].disk
         mounted = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", str(disk)]
@@ -42,7 +42,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def make_read_only(cluster: Cluster) -> None:
-    """As if the file system had met an error: an agent that has files open there keeps them."""
+    """Simulates a file system that went read-only after an error: a running agent keeps its open files."""
     disk = str(cluster.nodes[1].disk)
     subprocess.run(["mount", "--bind", disk, disk], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", disk], check=True)
@@ -54,7 +54,9 @@ def load(checkpoint_id: str) -> Call[Any]:
 
 @pytest.mark.parametrize("nodes", mark_long([[0, 1], [1, 0], [1]], keep=[[0, 1]]), ids=str)
 def test_loads_work_from_a_read_only_root(cluster: Cluster, nodes: list[int]) -> None:
-    """No agent runs there and none can be started: its ranks read their own disk; whoever coordinates."""
+    """No agent runs on the read-only node, and none can start there: its ranks read their own disk, whichever node
+    coordinates.
+    """
     counts = [1 if node == 0 else 2 for node in nodes]
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=nodes, ranks=counts)
     cluster.stop_agents()
@@ -67,13 +69,13 @@ def test_loads_work_from_a_read_only_root(cluster: Cluster, nodes: list[int]) ->
         assert max(found["seconds"] for found in results.of(each)) < SOON_S
     for rank, found in enumerate(results.of(by_name)):
         if nodes[0 if rank < counts[0] else 1] == 1:
-            assert found["value"]["report"]["bytes_peer"] == 0, "all of it lies on the own disk"
+            assert found["value"]["report"]["bytes_peer"] == 0, "the rank read from a peer, not its own disk"
     assert results.of(ask)[0]["latest"] == "step-1"
     assert results.of(ask)[0]["exists"] == [True, False]
 
 
 def test_an_agent_that_still_runs_there_serves_the_others(cluster: Cluster) -> None:
-    """The disk became read-only under it: the other node, which lost everything, loads from there."""
+    """The other node lost everything: it loads from the agent that still runs on the read-only root."""
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1])
     cluster.nodes[0].lose()
     make_read_only(cluster)
@@ -81,8 +83,8 @@ def test_an_agent_that_still_runs_there_serves_the_others(cluster: Cluster) -> N
     assert [found["value"]["digests"] for found in results] == saved
 
 
-def test_what_only_a_node_without_agent_holds_is_named(cluster: Cluster) -> None:
-    """Nobody else can read it: every rank is told soon, by name, that this node cannot be asked, and why."""
+def test_a_shard_on_a_node_without_an_agent_is_named(cluster: Cluster) -> None:
+    """No other node can read that shard: every rank soon gets ShardLost, which says why the node cannot be asked."""
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
     cluster.stop_agents()
     make_read_only(cluster)
@@ -92,8 +94,8 @@ def test_what_only_a_node_without_agent_holds_is_named(cluster: Cluster) -> None
         assert "cannot be written, and no agent runs there" in failure["message"]
 
 
-def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
-    """StoreDenied on every rank, within seconds, from the one that met it."""
+def test_a_save_to_a_read_only_root_fails_on_every_rank(cluster: Cluster) -> None:
+    """Within seconds every rank gets StoreDenied, with the rank that met the error."""
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     cluster.stop_agents()
     make_read_only(cluster)
@@ -102,8 +104,8 @@ def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
         assert failure["seconds"] < SOON_S
 
 
-def test_status_says_that_nothing_can_be_written(cluster: Cluster) -> None:
-    """Its agent runs, all copies are there, and its next save would fail: degraded, on that node and on the other."""
+def test_status_reports_a_read_only_root(cluster: Cluster) -> None:
+    """All copies are intact, but the next save would fail: `status` reports "degraded" on both nodes."""
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     make_read_only(cluster)
     for node in cluster.nodes:

@@ -1,4 +1,4 @@
-"""An agent that gets no more descriptors for a while stays, and a file that it cannot open is not one that is not there."""
+"""An agent without free file descriptors keeps running, and does not treat a file that it cannot open as missing."""
 
 import errno
 import resource
@@ -34,12 +34,12 @@ from tests.stores.files.test_existence import refused
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 NODE, SAVE, OTHER = "a" * 12, "d" * 32, AgentAddress("b" * 12, "127.0.0.1", 9, "token")
 LOOKS_S = 2.5
-"""An agent looks at its root several times meanwhile."""
+"""The agent checks its root several times in this time."""
 
 
 @contextmanager
 def without_descriptors(agent: RunningAgent) -> Iterator[None]:
-    """It opens no file and takes no connection."""
+    """In this block, the agent can open no file and accept no connection."""
     pid, limits = agent.process.pid, resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -49,10 +49,10 @@ def without_descriptors(agent: RunningAgent) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
-def test_an_agent_stays(tmp_path: Path) -> None:
-    """It would take with it the shards that it was handed. Once it gets some it answers, as the same process."""
+def test_an_agent_keeps_running(tmp_path: Path) -> None:
+    """If the agent exited, submitted shards would be lost. Once it has descriptors again, the same process answers."""
     with running_agent(tmp_path / "root", "--idle-exit-s", "60", "--round-every-s", "1") as agent:
-        (agent.root / ".agent" / "clients").touch()  # as ranks leave it
+        (agent.root / ".agent" / "clients").touch()  # as ranks create it
         with without_descriptors(agent):
             time.sleep(LOOKS_S)
         assert agent.process.poll() is None, (agent.root / "agent.out").read_text()
@@ -62,8 +62,10 @@ def test_an_agent_stays(tmp_path: Path) -> None:
     assert "cannot check its root and its clients" in (agent.root / "agent.out").read_text()
 
 
-def test_a_connection_that_gets_none_takes_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits in the kernel. Its thread would ask for it without end, on a processor that a rank wants."""
+def test_a_server_without_descriptors_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server pauses before it accepts again, while the connection waits in the kernel. Otherwise its thread would
+    use a whole CPU that a rank needs.
+    """
     pauses: list[float] = []
     monkeypatch.setattr("replicated_ckpt.agent.http.server.time.sleep", pauses.append)
     routes: Any = None
@@ -77,7 +79,7 @@ def test_a_connection_that_gets_none_takes_no_processor(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def service(tmp_path: Path) -> NodeService:
-    """A node with a save that another node coordinates, which does not answer: what is staged here waits for it."""
+    """A node with a staged save whose coordinator, another node, does not answer."""
     service = NodeService(LocalStore(tmp_path / "root"))
     nodes = (service.node_id, OTHER.node_id)
     service.open_save(Intent(SAVE, "step-1", "session", overwrite=False, nodes=nodes, coordinator=OTHER.node_id))
@@ -86,19 +88,19 @@ def service(tmp_path: Path) -> NodeService:
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM], ids=errno.errorcode.get)
-def test_a_save_is_not_given_up_for_want_of_them(service: NodeService, code: int) -> None:
-    """Without the names of its nodes it would seem that all of them have said that they did not publish it."""
+def test_a_save_is_not_aborted_for_lack_of_descriptors(service: NodeService, code: int) -> None:
+    """Without the list of the save's nodes, the node would conclude that none of them has published the save."""
     intent, book = service.store.intent_path(SAVE), service.store.agent_directory() / "peers.json"
     with refused(intent, code):
         unread = read_or_none(lambda: Intent.read_intent(SAVE, intent))
     with refused(book, code):
         settle(service, [StaleSave(unread or damaged(), "its processes are gone")], [])
     assert service.store.is_staged(SAVE)
-    assert unread is None, "an intent that was not read is not taken for one that names no node"
+    assert unread is None, "an unreadable intent was taken for one without nodes"
 
 
 def damaged() -> Intent:
-    """As an intent is read that cannot be believed: then each node that is known may be one of the save."""
+    """The intent that an unreadable intent file stands for: any known node may belong to the save."""
     return Intent(SAVE, "", "", overwrite=False)
 
 
@@ -109,8 +111,8 @@ def read_or_none(read: Callable[[], Intent]) -> Intent | None:
         return None
 
 
-def test_the_address_book_is_not_written_anew_for_want_of_them(service: NodeService) -> None:
-    """It would hold the one node that was introduced meanwhile."""
+def test_the_address_book_is_not_replaced_for_lack_of_descriptors(service: NodeService) -> None:
+    """Otherwise the address book would contain only the node that was introduced meanwhile."""
     with refused(service.store.agent_directory() / "peers.json", errno.EMFILE), pytest.raises(StoreError):
         service.learn_peers([AgentAddress("c" * 12, "127.0.0.1", 9, "token").to_json()])
     assert [peer.node_id for peer in service.peers.read_all()] == [OTHER.node_id]
@@ -118,7 +120,7 @@ def test_the_address_book_is_not_written_anew_for_want_of_them(service: NodeServ
 
 @contextmanager
 def short_of_descriptors() -> Iterator[None]:
-    """This process opens no file."""
+    """In this block, this process can open no file."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -127,8 +129,10 @@ def short_of_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path: Path) -> None:
-    """An agent that starts then would write its books anew: removals by hand forgotten, other tokens than peers have."""
+def test_an_agents_state_files_are_not_replaced_for_lack_of_descriptors(tmp_path: Path) -> None:
+    """Otherwise an agent that starts would write new state files: removals by the operator would be forgotten, and
+    peers would have the wrong tokens.
+    """
     journal = LocalStore(tmp_path / "root").journal
     LocalStore(tmp_path / "root").agent_directory()
     journal.append_end(SAVE, End.REMOVING)
@@ -142,8 +146,10 @@ def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path:
     assert next_identity(tmp_path, NODE).tokens == kept.tokens
 
 
-def test_a_file_that_a_load_found_bad_is_read_once_there_are_some(tmp_path: Path) -> None:
-    """The load has told of it once: it would count as an intact copy until the scrub comes to it."""
+def test_a_reported_bad_file_is_read_once_there_are_descriptors(tmp_path: Path) -> None:
+    """The load reports the file only once. If the agent forgot the report, the file would count as an intact copy until
+    the next scrub.
+    """
     store = LocalStore(tmp_path / "root")
     manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1, size_bytes=3000)
     service, stopping = NodeService(store), threading.Event()

@@ -1,4 +1,4 @@
-"""An agent that gets no memory for a moment stays, and says of what that kept it, in an error that can be sent."""
+"""An agent that runs out of memory for a moment keeps running, and reports the cause in an error that can be sent."""
 
 import os
 import threading
@@ -32,16 +32,16 @@ def refuse(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def service(tmp_path: Path) -> NodeService:
-    """Of a node on which a save is open."""
+    """A node with one open save."""
     service = NodeService(LocalStore(tmp_path / "root"))
     service.open_save(Intent(SAVE, "step-1", "session", overwrite=False, coordinator=service.node_id))
     return service
 
 
-def test_a_shard_that_is_not_written_ends_its_save_at_once(
-    service: NodeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever way it is asked for. Of an error of another kind the connection broke, and was tried again for 20 s."""
+def test_a_shard_that_could_not_be_written_fails_at_once(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of waiting for the shard raise a StoreError. Any other error would break the connection, and the rank
+    would retry for 20 s.
+    """
     monkeypatch.setattr(submissions, "write_copies", refuse)
     shard = SubmittedShard(WantedCopies(SAVE, NAME, service.node_id), [])
     future = service.submissions.take_shard(shard, [os.memfd_create("shard")])
@@ -51,10 +51,10 @@ def test_a_shard_that_is_not_written_ends_its_save_at_once(
 
 
 @pytest.mark.parametrize("place", ["_collect", "_note_nodes"])
-def test_a_save_that_is_not_finished_says_why(
+def test_a_save_that_could_not_be_finished_reports_the_cause(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Before it is decided it is aborted; after that it stays, and the next who asks has it published."""
+    """An undecided save is aborted. A decided save stays, and the next request for its state publishes it."""
     outline = outline_of([service.node_id, "b" * 12])
     outline = replace(outline, manifest=replace(outline.manifest, shards={}), buddies_by_shard={})
     service.store.put_small(SAVE, METADATA_NAME, METADATA)
@@ -68,8 +68,8 @@ def test_a_save_that_is_not_finished_says_why(
         service.check_open(SAVE)
 
 
-def test_what_is_not_removed_hides_no_reason(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk that took no shard removes nothing, either: ranks were told of that, and not of the shard."""
+def test_a_failed_abort_does_not_hide_the_first_error(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort fails as well: the error that ranks get is that of the save, not that of the abort."""
     monkeypatch.setattr(finish.Finisher, "_collect", refuse)
     monkeypatch.setattr(service.finisher, "_abort", mock.Mock(side_effect=StoreError("the disk", "abort", SAVE, "EIO")))
     error = service.finisher.begin_finish(outline_of([service.node_id, "b" * 12])).exception(20)
@@ -77,8 +77,10 @@ def test_what_is_not_removed_hides_no_reason(service: NodeService, monkeypatch: 
     assert "MemoryError" in error.message
 
 
-def test_an_agent_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It cannot look at its root and its clients for once; the next look tells."""
+def test_an_agent_survives_a_failed_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One check of the agent's root and clients fails with MemoryError: the agent logs it, and checks again."""
     agent, looks = Agent(AgentConfig(str(tmp_path), idle_exit_s=60.0)), [refuse, lambda *_: True]
     monkeypatch.setattr("replicated_ckpt.agent.process._LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr(Agent, "_is_over", lambda *_: looks.pop(0)())

@@ -1,4 +1,4 @@
-"""A peer that sends, and slowly: where another node has the bytes a load does not wait for it."""
+"""A peer sends its bytes slowly: a load switches to another node that has them."""
 
 import socket
 import threading
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
 ]
-QUICK_BYTES = 1 << 16  # of each connection; from there on it is slow
+QUICK_BYTES = 1 << 16  # the first bytes of each connection pass quickly, the rest slowly
 LINK_BYTES_PER_S = 1 << 20
 SLOW_READ_S = 0.5
 STATE = {f"w{number}": torch.full((1 << 20,), float(number)) for number in range(2)}  # 4 MiB each
@@ -45,7 +45,7 @@ def pass_on(source: socket.socket, target: socket.socket, bytes_per_s: float) ->
 
 @contextmanager
 def slow_link_to(address: AgentAddress) -> Iterator[AgentAddress]:
-    """The agent behind a link on which little comes back from it."""
+    """A proxy in front of the agent: its answers arrive slowly."""
     listener = socket.create_server((address.host, 0))
     open_sockets: list[socket.socket] = []
 
@@ -71,7 +71,7 @@ def slow_link_to(address: AgentAddress) -> Iterator[AgentAddress]:
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[list[RunningAgent]]:
-    """Of two nodes that have the checkpoint, the one first that a load of a third asks first."""
+    """Two agents that both have the checkpoint. A load on a third node asks the first of the list first."""
     roots = [tmp_path / "a", tmp_path / "b"]
     with running_agent(roots[0]) as one, running_agent(roots[1]) as other:
         dcp.save(dict(STATE), checkpoint_id="step-1", storage_writer=ReplicatedWriter(roots[0], copies=2))
@@ -83,7 +83,7 @@ def agents(tmp_path: Path) -> Iterator[list[RunningAgent]]:
 
 
 def load(root: Path, addresses: list[AgentAddress]) -> ReplicatedReader:
-    """A load on a blank node that knows these; every byte is compared."""
+    """Loads on a blank node that has these addresses in its address book, and compares every byte."""
     store, found = LocalStore(root), {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     introduced(store, addresses)
     reader = ReplicatedReader(root)
@@ -94,13 +94,13 @@ def load(root: Path, addresses: list[AgentAddress]) -> ReplicatedReader:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range that comes over the slow link is too slow."""
+    """Sets the throughput check so that a range over the slow link counts as too slow."""
     monkeypatch.setattr(copy, "SLOW_READ_S", SLOW_READ_S)
     monkeypatch.setattr(copy, "SLOW_BYTES_PER_S", 2 * CELL_BYTES / SLOW_READ_S)
 
 
-def test_a_slow_peer_is_left_where_another_node_has_the_bytes(tmp_path: Path, agents: list[RunningAgent]) -> None:
-    """It never lets a time-out pass; but what is left comes from the other one."""
+def test_a_load_leaves_a_slow_peer_when_another_node_has_the_bytes(tmp_path: Path, agents: list[RunningAgent]) -> None:
+    """No read of the slow peer times out, but the load reads the remaining bytes from the other node."""
     slow, quick = agents
     with slow_link_to(slow.endpoint.local_address()) as far:
         reader = load(tmp_path / "blank", [far, quick.endpoint.local_address()])
@@ -110,12 +110,12 @@ def test_a_slow_peer_is_left_where_another_node_has_the_bytes(tmp_path: Path, ag
     assert "too slow" in text
 
 
-def test_a_slow_peer_that_alone_has_the_bytes_is_waited_for(tmp_path: Path, agents: list[RunningAgent]) -> None:
-    """Slow is better than not at all: also where another node was to have them, and has not."""
+def test_a_load_waits_for_a_slow_peer_that_has_the_only_intact_copy(tmp_path: Path, agents: list[RunningAgent]) -> None:
+    """The other node's copy is damaged: the load reads all bytes from the slow peer."""
     slow, other = agents
     shard_there = other.root / "step-1" / shard(0)
     with slow_link_to(slow.endpoint.local_address()) as far:
         data = bytearray(shard_there.read_bytes())
-        data[::4096] = bytes(len(data[::4096]))  # as long as it was, and damaged everywhere
+        data[::4096] = bytes(len(data[::4096]))  # the size stays, every block is damaged
         shard_there.write_bytes(data)
         assert load(tmp_path / "blank", [far, other.endpoint.local_address()]).last_load is not None

@@ -1,4 +1,4 @@
-"""The search of small worlds: a bounded part of it on every run, and proof that it finds what it should."""
+"""The search of small worlds: a bounded part of it in every run, and proof that the search detects broken rules."""
 
 import pytest
 
@@ -15,13 +15,15 @@ WORLDS = [
 ]
 STATES_MAX = 6_000
 AWAY = first(RING, away=2)
-"""One node has the other run's version and was away when the new one was opened."""
+"""Node 2 has the other run's version, and was away when the new save was opened."""
 
 
 @pytest.mark.parametrize("is_atomic", [True, False], ids=["asks-at-once", "asks-one-by-one"])
 @pytest.mark.parametrize(("layout", "begin"), WORLDS)
 def test_no_order_of_steps_loses_what_was_acknowledged(layout: Layout, begin: State, *, is_atomic: bool) -> None:
-    """In every state that few steps lead to, what was acknowledged last loads once all nodes are back, or what is newer."""
+    """From every state within the bound, the checkpoint acknowledged last, or a newer one, loads once all nodes are
+    back.
+    """
     found = Search(World(layout, PackageRules(), is_atomic=is_atomic), STATES_MAX).run(begin)
     assert not found.broken, (found.broken, found.trace)
     assert found.states >= STATES_MAX
@@ -29,9 +31,10 @@ def test_no_order_of_steps_loses_what_was_acknowledged(layout: Layout, begin: St
 
 
 @pytest.mark.parametrize("is_atomic", [True, False], ids=["asks-at-once", "asks-one-by-one"])
-def test_a_save_over_another_runs_checkpoint_ends_the_same_way(*, is_atomic: bool) -> None:
-    """Neither version is lost before the other is whole, and in the end no node keeps what was replaced, but one that was
-    away: there it stays."""
+def test_a_save_over_another_runs_checkpoint_loses_neither_version(*, is_atomic: bool) -> None:
+    """Neither version is lost before the other is complete. In the end only the node that was away keeps the replaced
+    version.
+    """
     found = Search(World(RING, PackageRules(TWO_RUNS), is_atomic=is_atomic, away=2), STATES_MAX).run(AWAY)
     assert not found.broken, (found.broken, found.trace)
     assert found.states >= STATES_MAX
@@ -39,22 +42,24 @@ def test_a_save_over_another_runs_checkpoint_ends_the_same_way(*, is_atomic: boo
 
 @pytest.mark.parametrize(("layout", "begin"), [WORLDS[0], WORLDS[2]])
 def test_any_one_disk_may_be_lost_at_any_moment(layout: Layout, begin: State) -> None:
-    """In every state any one node may be lost with its disk: of what was acknowledged last and what is newer, one loads."""
+    """In every state, any one node may be lost with its disk: the version acknowledged last or a newer one still loads."""
     found = Search(World(layout, PackageRules()), STATES_MAX, loses_a_disk=True).run(begin)
     assert not found.broken, (found.broken, found.trace)
     assert found.states >= STATES_MAX
 
 
 @pytest.mark.parametrize(("layout", "begin"), [WORLDS[0], WORLDS[2]])
-def test_with_the_rules_of_before_a_lost_disk_loses_what_was_acknowledged(layout: Layout, begin: State) -> None:
-    """A node that removes what it replaces, and takes silence for an answer, and then the loss of one disk."""
+def test_under_the_old_rules_a_lost_disk_loses_what_was_acknowledged(layout: Layout, begin: State) -> None:
+    """The old rules let a node delete the version that it replaces, and take silence for "not published". The search
+    finds that the loss of one disk then loses the acknowledged checkpoint.
+    """
     world = World(layout, OldRules(), is_atomic=True)
     found = Search(world, STATES_MAX, by_outcome_alone=True, loses_a_disk=True).run(begin)
     assert "the loss of node" in found.broken, found
 
 
-class ForgetsWhatItReplaces(PackageRules):
-    """A node does not know what it was opened over."""
+class ForgetsReplacedVersion(PackageRules):
+    """A node forgets which version the new save was opened over."""
 
     def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool:
         del is_opened
@@ -62,17 +67,17 @@ class ForgetsWhatItReplaces(PackageRules):
 
 
 def test_a_save_must_know_what_it_replaces() -> None:
-    """Without that no node publishes it over another run's."""
-    found = Search(World(RING, ForgetsWhatItReplaces(TWO_RUNS), is_atomic=True, away=2), STATES_MAX).run(AWAY)
+    """Otherwise no node publishes the save over another run's checkpoint."""
+    found = Search(World(RING, ForgetsReplacedVersion(TWO_RUNS), is_atomic=True, away=2), STATES_MAX).run(AWAY)
     assert found.broken, found
 
 
-class TakesSilenceForNo(PackageRules):
+class TakesSilenceForNotPublished(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         return OldRules().settle(own, count, is_worked_on=is_worked_on, answers=answers)
 
 
-class RemovesWhatIsWorkedOn(PackageRules):
+class DropsLockedSaves(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         del is_worked_on
         quiet: dict[int, Answer] = {
@@ -81,7 +86,7 @@ class RemovesWhatIsWorkedOn(PackageRules):
         return super().settle(own, count, is_worked_on=False, answers=quiet)
 
 
-class TakesOblivionForNo(PackageRules):
+class TakesAbsentForAborted(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         said: dict[int, Answer] = {
             node: Answer.ABORTED if answer is Answer.ABSENT else answer for node, answer in answers.items()
@@ -89,18 +94,18 @@ class TakesOblivionForNo(PackageRules):
         return super().settle(own, count, is_worked_on=is_worked_on, answers=said)
 
 
-class ComparesNothing(PackageRules):
+class PublishesWithoutComparing(PackageRules):
     def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool:
         del version, published, is_opened
         return True
 
 
-class DeletesWhatItReplaces(PackageRules):
+class DeletesReplacedVersions(PackageRules):
     def keeps_replaced(self) -> bool:
         return False
 
 
-class DropsWhatItReplacedAtOnce(PackageRules):
+class DropsReplacedVersionsAtOnce(PackageRules):
     def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool:
         del whole
         return published is not None and old != published
@@ -109,37 +114,43 @@ class DropsWhatItReplacedAtOnce(PackageRules):
 @pytest.mark.parametrize(
     ("rules", "adopting", "broken"),
     [
-        (TakesSilenceForNo(), None, "drops the new version"),
-        (RemovesWhatIsWorkedOn(), None, "drops the new version"),
-        (ComparesNothing(), 1, "is not done"),
-        (DeletesWhatItReplaces(), None, "drops the old version"),
-        (DropsWhatItReplacedAtOnce(), None, "drops the old version"),
+        (TakesSilenceForNotPublished(), None, "drops the new version"),
+        (DropsLockedSaves(), None, "drops the new version"),
+        (PublishesWithoutComparing(), 1, "is not done"),
+        (DeletesReplacedVersions(), None, "drops the old version"),
+        (DropsReplacedVersionsAtOnce(), None, "drops the old version"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PackageRules) else "",
 )
 def test_every_rule_is_needed(rules: PackageRules, adopting: int | None, broken: str) -> None:
-    """Without any one of the rules of the protocol an invariant breaks, and the search finds it within a few steps."""
+    """If any one rule of the protocol is removed, an invariant breaks, and the search finds that within a few steps."""
     found = Search(World(RING, rules, is_atomic=True), STATES_MAX).run(first(RING, adopting=adopting))
     assert broken in found.broken, found
 
 
 @pytest.mark.parametrize(("layout", "begin"), [WORLDS[0], WORLDS[2]])
-def test_a_coordinators_disk_may_be_put_back_to_what_it_was_before_the_save(layout: Layout, begin: State) -> None:
-    """Once it has decided, and one other node knows: no node drops what it has staged by the word of one that forgot."""
+def test_a_coordinators_disk_may_be_restored_to_its_state_before_the_save(layout: Layout, begin: State) -> None:
+    """The coordinator has decided, and one other node has the decision. If the coordinator's disk is then restored to
+    its state before the save, no node drops its staged part because the coordinator forgot the save.
+    """
     world = World(layout, PackageRules(), is_atomic=True, may_go_back=True)
     for step in ("decide", "tell 1", "agent of 0 dies", "rank of 0 dies"):
         begin = dict(world.steps(begin))[step]
     found = Search(world, STATES_MAX).run(begin)
     assert not found.broken, (found.broken, found.trace)
     assert found.states >= STATES_MAX
-    world.rules = TakesOblivionForNo()
+    world.rules = TakesAbsentForAborted()
     found = Search(world, STATES_MAX).run(begin)
     assert "drops the new version" in found.broken, found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("layout", "begin"), WORLDS[1:])  # in a ring, re-protection as it is now makes up for them
-def test_the_rules_of_before_lose_what_was_acknowledged(layout: Layout, begin: State) -> None:
-    """A node that takes silence for an answer, and the last to publish has the name: that loses what was acknowledged."""
+@pytest.mark.parametrize(
+    ("layout", "begin"), WORLDS[1:]
+)  # in a ring, today's re-protection compensates for the old rules
+def test_the_old_rules_lose_what_was_acknowledged(layout: Layout, begin: State) -> None:
+    """The old rules take silence for "not published", and let the last node to publish win the name. The search finds
+    that they lose the acknowledged checkpoint.
+    """
     found = Search(World(layout, OldRules(), is_atomic=True), 20 * STATES_MAX, by_outcome_alone=True).run(begin)
     assert "is lost" in found.broken, found

@@ -1,4 +1,6 @@
-"""A process that is stopped in the middle of a commit, and goes on later: others are told, and nothing newer is lost."""
+"""A process is stopped (SIGSTOP) in the middle of a commit and continues later: other processes do not wait for it, and
+no newer save is lost.
+"""
 
 import os
 import signal
@@ -49,7 +51,7 @@ def stopped_at(point: str, root: Path, number: int) -> Iterator["subprocess.Pope
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
-    """One with a first version of `step-1`."""
+    """A store with a first version of `step-1`."""
     monkeypatch.setattr(locks, "LOCK_STOPPED_S", 0.2)
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): [0]}, copies=1)
@@ -62,7 +64,9 @@ def sequence(store: LocalStore) -> int:
 
 @pytest.mark.parametrize("point", ["commit.checked", "commit.described", "commit.prepared", "commit.named"])
 def test_another_save_does_not_wait_for_a_stopped_one(store: LocalStore, point: str, stopwatch: Stopwatch) -> None:
-    """It is told which process is stopped, within seconds; once that has gone on, the newer save has the name for good."""
+    """The other save fails within seconds, with an error that names the stopped process. After that process has
+    continued, a newer save replaces its version.
+    """
     with stopped_at(point, store.root, 2) as stopped:
         began = stopwatch.now()
         with pytest.raises(StoreUnavailable, match=f"process {stopped.pid} holds it and is stopped"):
@@ -77,7 +81,9 @@ def test_another_save_does_not_wait_for_a_stopped_one(store: LocalStore, point: 
 
 
 def test_a_load_does_not_wait_for_a_stopped_commit(store: LocalStore, stopwatch: Stopwatch) -> None:
-    """The version that was about to be replaced is locked for the load, and stays once the commit has gone on."""
+    """The load locks the version that the commit is about to replace, and this version stays after the commit has
+    continued.
+    """
     manifest = store.catalog.manifest("step-1")
     with stopped_at("commit.prepared", store.root, 2) as stopped:
         began = stopwatch.now()
@@ -94,14 +100,16 @@ def test_a_load_does_not_wait_for_a_stopped_commit(store: LocalStore, stopwatch:
 
 
 def test_a_save_that_opens_later_is_the_newer_one(store: LocalStore) -> None:
-    """A coordinator may be stopped once its save is open, before any node knows its place, while another job saves."""
+    """A coordinator is stopped after it opened its save, and before any node recorded the sequence. Another save that
+    opens meanwhile gets a larger sequence.
+    """
     service = NodeService(store)
     stopped, later, latest = (
         Intent(f"{number:032x}", f"step-{number}", f"session {number}", overwrite=False) for number in (2, 3, 4)
     )
     known = service.histories("")[""].sequence
     told = [service.open_save(intent)[0][""].sequence for intent in (stopped, later)]
-    assert told == [known, known + 1], "the later one takes a larger one than the one that is stopped may take"
+    assert told == [known, known + 1], "the later save got a sequence that the stopped save may use"
     for intent in (stopped, later):
         service.abort(intent.save_id, "by hand")
-    assert service.open_save(latest)[0][""].sequence == known, "what was aborted takes none"
+    assert service.open_save(latest)[0][""].sequence == known, "an aborted save still occupies a sequence"

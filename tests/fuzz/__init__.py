@@ -1,1 +1,1 @@
-"""Bytes that nobody's pickler writes, by the million: `make fuzz`, and a few seconds of it in the suite."""
+"""Fuzzing of everything that reads bytes from outside: `make fuzz`, and a few seconds of it in the test suite."""

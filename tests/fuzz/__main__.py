@@ -9,11 +9,13 @@ from tests.fuzz.targets import TARGETS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="fuzz", description="Reads bytes that only somebody hostile writes.")
+    parser = argparse.ArgumentParser(prog="fuzz", description="Fuzzes everything that reads bytes from outside.")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all targets together (default: %(default)s)")
-    parser.add_argument("--inputs", type=int, help="so many for each target, however long it takes")
-    parser.add_argument("--target", action="append", choices=list(TARGETS), help="several times: these; all by default")
-    parser.add_argument("--seed", type=int, help="drawn by default, and printed")
+    parser.add_argument("--inputs", type=int, help="the number of inputs of each target, without a time limit")
+    parser.add_argument(
+        "--target", action="append", choices=list(TARGETS), help="can be repeated (default: all targets)"
+    )
+    parser.add_argument("--seed", type=int, help="random by default, and printed")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     targets = options.target or list(TARGETS)

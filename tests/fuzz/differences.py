@@ -1,4 +1,6 @@
-"""What a pickle makes, by the follower and by the unpicklers of C and of Python: all alike, or the follower refuses it."""
+"""Reads a pickle with the package's follower and with the unpicklers of C and Python. Either all agree, or the follower
+refuses the pickle.
+"""
 
 import io
 import pickle
@@ -23,11 +25,11 @@ from tests.fuzz.values import KNOWN, Called
 
 
 class Difference(AssertionError):
-    """Two readers of the same bytes do not agree."""
+    """Two readers of the same bytes disagree."""
 
 
 class KnownValues(Values):
-    """Finds what is in KNOWN."""
+    """Also finds the names in KNOWN."""
 
     def find(self, key: Key) -> Any:
         return KNOWN[key] if key in KNOWN else super().find(key)
@@ -51,72 +53,74 @@ def _known(module: str, name: str) -> Any:
 
 
 class _NoInstances(Instances):
-    """Follows nothing in one step."""
+    """Turns off the fast path that follows an instance in one step."""
 
     def follow(self, cls: Named, position: int, limit: int) -> None:
         del cls, position, limit
 
 
 def refusal_of(raw: bytes) -> str | None:
-    """Why the follower refuses a pickle. None: it and both unpicklers make the same of it.
+    """Why the follower refuses a pickle. None if the follower and both unpicklers make the same value of it.
 
     Raises:
-        Difference: they do not.
+        Difference: they make different values.
     """
     slowly = _slowly(raw)
     try:
         tree = follow(raw)
     except PickleUnsafe as exc:
         if slowly is not None:
-            raise Difference(f"what is followed step by step is refused in one: {exc}") from exc
+            raise Difference(f"the fast path refuses what the slow one follows: {exc}") from exc
         return str(exc)
-    if told(tree) != slowly:
-        raise Difference("what is followed in one step differs from what is followed step by step")
+    if flattened(tree) != slowly:
+        raise Difference("the fast path and the slow one make different trees")
     try:
         check_bounds(tree, len(raw))
-        ours = told(KnownValues().of(tree))
+        ours = flattened(KnownValues().of(tree))
     except PickleUnsafe as exc:
         return str(exc)
     readers: dict[str, Any] = {
         "C": _C(io.BytesIO(raw)),
-        "C, which looks ahead,": _C(io.BufferedReader(io.BytesIO(raw), 16)),  # Python's never does
+        "C, which looks ahead,": _C(io.BufferedReader(io.BytesIO(raw), 16)),  # Python's unpickler never looks ahead
         "Python": _Python(io.BytesIO(raw)),
     }
     for reader, unpickler in readers.items():
         try:
-            found = told(unpickler.load())
+            found = flattened(unpickler.load())
         except Exception as exc:
-            raise Difference(f"{reader} refuses what is followed: {exc!r}") from exc
+            raise Difference(f"{reader} refuses what the follower reads: {exc!r}") from exc
         if found != ours:
-            raise Difference(f"{reader} makes {found!r}, the follower {ours!r}"[:2000])
+            raise Difference(f"{reader} makes {found!r}, the follower makes {ours!r}"[:2000])
     return None
 
 
 def _slowly(raw: bytes) -> Any:
-    """The tree opcode by opcode."""
+    """The tree, followed opcode by opcode."""
     follower = _Follower(raw)
     follower._instances = _NoInstances(raw, follower._memo, follower._shared)
     try:
-        return told(follower.follow())
+        return flattened(follower.follow())
     except (PickleUnsafe, IndexError, ValueError):
         return None
 
 
-def told(value: Any) -> list[Any]:
-    """A value, or a tree, in terms that compare by type, bit and what is shared: the second time, a thing is a number."""
-    teller = _Teller()
-    teller.tell(value, 0)
-    return teller.terms
+def flattened(value: Any) -> list[Any]:
+    """A value or a tree as a flat list of terms, which compare by type, by bits and by shared objects. A repeated
+    object is a number.
+    """
+    flattener = _Flattener()
+    flattener.add(value, 0)
+    return flattener.terms
 
 
-class _Teller:
-    """A flat list of terms, as that is told and compared fast."""
+class _Flattener:
+    """Builds the list of terms. A flat list is fast to build and to compare."""
 
     def __init__(self) -> None:
         self.terms: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def tell(self, value: Any, depth: int) -> None:
+    def add(self, value: Any, depth: int) -> None:
         kind, terms = type(value), self.terms
         if kind in _SIMPLE:
             terms += (kind, value)
@@ -126,11 +130,13 @@ class _Teller:
             terms.append("...")
         elif kind is Named:
             terms += (kind, value.module, value.name)
-        elif kind is tuple or kind is FrozenElements or not self._is_told_again(value):
-            self._tell_parts(value, depth)
+        elif kind is tuple or kind is FrozenElements or not self._is_repeated(value):
+            self._add_parts(value, depth)
 
-    def _is_told_again(self, value: Any) -> bool:
-        """Whether it is only a number now. A call of one tuple that is never changed may be one thing, or several."""
+    def _is_repeated(self, value: Any) -> bool:
+        """Adds a number, and returns True, if the object is repeated. A call whose result is never changed may be one
+        object or several, so it has no number.
+        """
         if type(value) is Called or (type(value) is Made and not value.is_new):
             return False
         number = self._numbers.setdefault(id(value), len(self._numbers))
@@ -139,11 +145,11 @@ class _Teller:
             return True
         return False
 
-    def _tell_parts(self, value: Any, depth: int) -> None:
+    def _add_parts(self, value: Any, depth: int) -> None:
         parts = _parts(value)
         self.terms += ("pairs" if type(value) in (Fields, Pairs) else type(value), len(parts))
         for part in parts:
-            self.tell(part, depth + 1)
+            self.add(part, depth + 1)
 
 
 def _parts(value: Any) -> Any:
@@ -157,7 +163,7 @@ def _parts(value: Any) -> Any:
     if kind is Stored:
         return (value.identity,)
     if kind is set or kind is frozenset:
-        return sorted(repr(told(item)) for item in value)
+        return sorted(repr(flattened(item)) for item in value)
     return _parts_of_instance(value)
 
 
@@ -176,7 +182,7 @@ def _parts_of_instance(value: Any) -> list[Any]:
 
 
 def _name_of(attribute: tuple[Any, Any]) -> str:
-    return attribute[0] if isinstance(attribute[0], str) else repr(told(attribute[0]))
+    return attribute[0] if isinstance(attribute[0], str) else repr(flattened(attribute[0]))
 
 
 _SIMPLE = frozenset({type(None), bool, int, str, bytes})

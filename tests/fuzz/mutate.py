@@ -1,4 +1,4 @@
-"""Pickles changed: other frames, another memo, opcodes swapped and bytes flipped."""
+"""Mutations of pickles: other frames, another memo, opcodes moved, and bytes changed."""
 
 import contextlib
 import pickletools
@@ -10,14 +10,14 @@ _OPCODES = bytes(ord(info.code) for info in pickletools.opcodes)
 
 
 def changed(raw: bytes, random: Random) -> bytes:
-    """One to four changes."""
+    """One to four mutations."""
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         raw = random.choice((framed, framed, memoized, shuffled, flipped, spliced))(raw, random)
     return raw
 
 
 def opcodes(raw: bytes) -> list[bytes]:
-    """Each opcode with its argument; what is no pickle any more is one."""
+    """Each opcode with its argument. The rest after an invalid opcode is one part."""
     starts = [0]
     with contextlib.suppress(ValueError, IndexError, struct.error):
         for _, _, position in pickletools.genops(raw):
@@ -26,7 +26,7 @@ def opcodes(raw: bytes) -> list[bytes]:
 
 
 def framed(raw: bytes, random: Random) -> bytes:
-    """Frames elsewhere: where opcodes end, or anywhere, of the right size, or of any."""
+    """Adds frames that begin and end at opcodes or anywhere, with right or wrong sizes."""
     parts = [part for part in opcodes(raw) if part[:1] != _FRAME]
     begin = random.randrange(len(parts) + 1)
     end = random.randrange(begin, len(parts) + 1)
@@ -39,7 +39,7 @@ def framed(raw: bytes, random: Random) -> bytes:
 
 
 def memoized(raw: bytes, random: Random) -> bytes:
-    """PUT for MEMOIZE and back, with indices that are right, or not."""
+    """Replaces PUT by MEMOIZE and the reverse, with right or wrong indices."""
     parts, count = [], 0
     for part in opcodes(raw):
         if part[:1] == _MEMOIZE or part[:1] in _PUTS:
@@ -53,7 +53,7 @@ def memoized(raw: bytes, random: Random) -> bytes:
 
 
 def shuffled(raw: bytes, random: Random) -> bytes:
-    """An opcode twice, not at all, in another's place, or a new one."""
+    """Repeats, removes or swaps an opcode, or adds a random one."""
     parts = opcodes(raw)
     at, other = random.randrange(len(parts)), random.randrange(len(parts))
     way = random.randrange(4)
@@ -69,14 +69,14 @@ def shuffled(raw: bytes, random: Random) -> bytes:
 
 
 def flipped(raw: bytes, random: Random) -> bytes:
-    """A byte is another one."""
+    """Changes one byte."""
     found = bytearray(raw or b"\0")
     found[random.randrange(len(found))] = random.choice((random.randrange(256), random.choice(_OPCODES), 0, 255))
     return bytes(found)
 
 
 def spliced(raw: bytes, random: Random) -> bytes:
-    """A piece is elsewhere, or gone."""
+    """Moves or removes a piece."""
     start = random.randrange(len(raw) + 1)
     end = random.randrange(start, min(len(raw), start + 40) + 1)
     piece, rest = raw[start:end], raw[:start] + raw[end:]

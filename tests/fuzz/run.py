@@ -1,4 +1,6 @@
-"""Runs targets for a time or a number of inputs. What fails is kept in the corpus, which every run tries first."""
+"""Runs targets for a time or for a number of inputs. Failing inputs are added to the corpus, which every run tries
+first.
+"""
 
 import hashlib
 import time
@@ -15,12 +17,12 @@ from tests.fuzz.targets import TARGETS
 CORPUS = Path(__file__).resolve().parent / "corpus"
 _FAILURES_MAX = 5
 _FROM_CORPUS = 0.05
-"""So many of the inputs are changed ones of the corpus."""
+"""The share of inputs that are mutations of the corpus."""
 
 
 @dataclass
 class Outcome:
-    """What came of a run: inputs by what was said of them, and the files of those that failed."""
+    """The result of a run: the number of inputs by outcome, and the files of the inputs that failed."""
 
     said: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
@@ -35,14 +37,14 @@ def corpus_of(target: str) -> list[Path]:
 
 
 def run(target: str, seed: int, *, seconds: float = float("inf"), inputs: int | None = None) -> Outcome:
-    """The corpus, then inputs drawn from the seed, until the time is up, or so many were tried."""
+    """Tries the corpus, and then inputs drawn from the seed, until the time is up or `inputs` were tried."""
     outcome, until = Outcome(), time.monotonic() + seconds
     for number, raw in enumerate(_drawn(target, Random(seed))):
         if number == inputs or time.monotonic() >= until or len(outcome.failed) >= _FAILURES_MAX:
             break
         try:
             outcome.said[TARGETS[target].attempt(raw)] += 1
-        except Exception as exc:  # noqa: BLE001 - whatever it raises is a finding
+        except Exception as exc:  # noqa: BLE001 - any exception is a finding
             outcome.said["failed"] += 1
             outcome.failed.append(f"{_kept(target, raw)}: {type(exc).__name__}: {exc}"[:1000])
     return outcome

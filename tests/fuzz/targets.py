@@ -1,4 +1,4 @@
-"""What is fuzzed: each target makes an input of chance or of its corpus, and tries it."""
+"""The fuzz targets. Each one draws an input, or takes one from its corpus, and reads it."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ from replicated_ckpt.dcp.objects.weights_only import load_object
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
 from replicated_ckpt.errors import ConfigInvalid, MetadataUnsafe, ObjectUnsafe
-from tests.fuzz.differences import Difference, refusal_of, told
+from tests.fuzz.differences import Difference, flattened, refusal_of
 from tests.fuzz.mutate import changed, flipped, spliced
 from tests.fuzz.values import Maker, pickled
 
@@ -45,14 +45,14 @@ _FORBIDDEN = ("os.", "subprocess.", "shutil.", "socket.", "ctypes.dlopen", "exec
 
 @dataclass(frozen=True)
 class Target:
-    """`make` draws an input; `attempt` says what came of it in a word, or raises what should not have happened."""
+    """`make` draws an input. `attempt` reads it and returns the outcome as a word; it raises an error for a defect."""
 
     make: Callable[[Random], bytes]
     attempt: Callable[[bytes], str]
 
 
 def _pickle(random: Random) -> bytes:
-    """Half of them honest."""
+    """A part of them is unchanged."""
     raw = pickled(Maker(random).value(), random)
     return raw if random.random() < 0.3 else changed(raw, random)
 
@@ -61,13 +61,13 @@ def _compared(raw: bytes) -> str:
     return "refused" if refusal_of(raw) else "alike"
 
 
-def honest(random: Random) -> bytes:
+def _valid_pickle(random: Random) -> bytes:
     return pickled(Maker(random).value(), random)
 
 
 def _must_be_taken(raw: bytes) -> str:
     if (why := refusal_of(raw)) is not None:
-        raise Difference(f"what a pickler wrote is refused: {why}")
+        raise Difference(f"a valid pickle is refused: {why}")
     return "alike"
 
 
@@ -94,7 +94,7 @@ def _any_metadata(random: Random) -> Metadata:
 
 
 def _read_metadata(raw: bytes) -> str:
-    """What is read is what C's unpickler reads, with the same names; the agent's look at the places agrees with it."""
+    """The result equals that of C's unpickler, with the same names. The places that the agent reads are the same, too."""
     try:
         with _nothing_runs():
             found = decode_metadata(raw, "here")
@@ -105,21 +105,21 @@ def _read_metadata(raw: bytes) -> str:
     try:
         stock = pickle.loads(raw)
     except ValueError as exc:
-        if "too many values to unpack" in str(exc):  # properties of a newer torch: ours leaves out what this one lacks
+        if "too many values to unpack" in str(exc):  # properties of a newer torch, which decode_metadata leaves out
             return "read of a newer torch"
         raise
-    except (ModuleNotFoundError, AttributeError):  # of an attribute that a newer torch may have: ours leaves it out
+    except (ModuleNotFoundError, AttributeError):  # an attribute of a newer torch, which decode_metadata leaves out
         if attributes_of(follow(raw)) - METADATA_FIELDS:
             return "read of a newer torch"
         raise
     described = getattr(stock, "storage_meta", None)
     if type(described) is StorageMeta and not hasattr(described, "modules"):
-        described.modules = []  # as ours gives what an older torch did not have
-    if told(found) != told(stock):
-        raise Difference("C's unpickler makes other metadata")
+        described.modules = []  # decode_metadata sets what an older torch did not have
+    if flattened(found) != flattened(stock):
+        raise Difference("C's unpickler makes different metadata")
     ranges = {(shard, item.offset, item.length) for shard, items in item_ranges(raw).items() for item in items}
     if ranges != {(info.relative_path, info.offset, info.length) for info in (found.storage_data or {}).values()}:
-        raise Difference("the agent sees other places")
+        raise Difference("the agent reads different places")
     return "read"
 
 
@@ -129,11 +129,11 @@ def attributes_of(tree: Any) -> set[str]:
 
 
 _OF = 1000, 0xC0FFEE
-"""Size and CRC32C of the pickle that columns are of."""
+"""Size and CRC32C of the pickle that the columns belong to."""
 
 
 def _columns(random: Random) -> bytes:
-    """Columns of regular tensors, some of them with other numbers or bytes, and the checksum that fits."""
+    """Columns of regular tensors, most of them with changed numbers or bytes, and the matching checksum."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for at in range(random.randrange(1, 5)):
@@ -157,19 +157,19 @@ def _columns(random: Random) -> bytes:
 
 
 def _read_columns(raw: bytes) -> str:
-    """An error of ours, or items of shards, as many as there are chunks with a place."""
+    """An error of the package, or one item of a shard for each chunk with a place."""
     try:
         with _nothing_runs():
             places = decode_columns(raw, *_OF, "here").storage_data
     except (ColumnsInvalid, MetadataUnsafe):
         return "refused"
     if len(list(places)) != len(places) or not all(is_shard_path(info.relative_path) for info in places.values()):
-        raise Difference("columns say what no pickle may say")
+        raise Difference("columns have places that no pickle may have")
     return "read"
 
 
 def _container(random: Random) -> bytes:
-    """Of an object, or of a tensor, in torch's container, changed within the pickle or anywhere."""
+    """An object or a tensor in torch's container, changed in the pickle or anywhere."""
     buffer = io.BytesIO()
     tensor = torch.arange(random.randrange(50)).to(random.choice((torch.float32, torch.int8)))
     plain = [tensor, tensor[1:], {"step": 1, "lr": 0.1}, [(1, 2.0), {"a"}, b"x"], torch.get_rng_state()[:9]]
@@ -206,7 +206,7 @@ def _header(random: Random) -> bytes:
 
 
 def _read_header(raw: bytes) -> str:
-    """Tensors that together are exactly the bytes behind the header, or ConfigInvalid."""
+    """ConfigInvalid, or tensors that together are exactly the bytes after the header."""
     if len(raw) < 4:
         return "refused"
     (data_bytes,) = struct.unpack("<I", raw[:4])
@@ -222,7 +222,7 @@ def _read_header(raw: bytes) -> str:
 def _read_archive(raw: bytes) -> str:
     def fetch(offset: int, length: int) -> memoryview:
         if not 0 <= offset <= offset + length <= len(raw):
-            raise Difference("a look outside of the item")
+            raise Difference("a read outside of the item")
         return memoryview(raw)[offset : offset + length]
 
     try:
@@ -236,7 +236,7 @@ def _read_archive(raw: bytes) -> str:
 
 TARGETS: Mapping[str, Target] = {
     "pickle": Target(_pickle, _compared),
-    "honest": Target(honest, _must_be_taken),
+    "valid": Target(_valid_pickle, _must_be_taken),
     "metadata": Target(_metadata, _read_metadata),
     "columns": Target(_columns, _read_columns),
     "container": Target(_container, _read_container),
@@ -245,14 +245,14 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
-# Whatever the bytes are, reading them opens and runs nothing -----------------------------------------------------------
+# Reading any bytes opens no file and runs nothing ----------------------------------------------------------------------
 
 _is_watched = False
 
 
 @contextlib.contextmanager
 def _nothing_runs() -> Any:
-    global _is_watched  # noqa: PLW0603 - an audit hook stays for good, and is switched
+    global _is_watched  # noqa: PLW0603 - an audit hook cannot be removed, so it has a switch
     _is_watched = True
     try:
         yield

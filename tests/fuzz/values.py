@@ -1,4 +1,4 @@
-"""Random values, and the pickles that C's and Python's picklers make of them."""
+"""Random values, and their pickles by the picklers of C and Python."""
 
 import collections
 import io
@@ -9,22 +9,22 @@ from typing import Any
 
 
 class Alike:
-    """Hashed alike, so that a list made of a set of them has one order, whoever reads it."""
+    """All instances have one hash, so a set of them has the same order for every reader."""
 
     def __hash__(self) -> int:
         return 1
 
 
 class Plain(Alike):
-    """Pickled as most instances are: made without arguments, then given its attributes."""
+    """Pickled as most instances are: created without arguments, and then given its attributes."""
 
 
 class Other(Alike):
-    """Another one."""
+    """A second class like Plain."""
 
 
 class Called(Alike):
-    """What a function makes of its arguments: pickled as a call, perhaps with a state."""
+    """The result of a function: pickled as a call, some with a state."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -39,7 +39,7 @@ def call(*arguments: Any) -> Called:
 
 
 class Slotted:
-    """A state of its own kind."""
+    """An instance with slots, whose state has its own form."""
 
     __slots__ = ("left", "right")
 
@@ -76,7 +76,7 @@ _FLOATS = (0.0, -0.0, 1.5, float("inf"), float("nan"))
 
 
 class Maker:
-    """Makes values; what it has made before may be in them again."""
+    """Makes random values, which may contain earlier ones."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -118,7 +118,7 @@ class Maker:
         return {self.key(): self.value(depth) for _ in range(self._random.choice((0, 1, 2, 3, 4, 12)))}
 
     def instance(self, depth: int) -> Any:
-        """With few attributes of a few names, mostly: such are followed in one step."""
+        """Mostly has few attributes with common names, which the follower reads in one step."""
         made = self._random.choice((Plain, Other))()
         names = self._random.sample(("fqn", "offset", "index", "relative_path", "length"), self._random.randrange(5))
         vars(made).update({name: self._random.choice((self._leaf, self._sized))() for name in names})
@@ -163,7 +163,7 @@ _MAKERS: tuple[Callable[[Maker, int], Any], ...] = (
 
 
 def pickled(value: Any, random: Random) -> bytes:
-    """By C's pickler or Python's, in any protocol."""
+    """Pickles with C's or Python's pickler, in a random protocol."""
     protocol = random.choice((2, 3, 4, 4, 4, 5))
     if random.random() < 0.7:
         return pickle.dumps(value, protocol)

@@ -1,4 +1,4 @@
-"""A small world whose files are damaged in every combination: simulated nodes, real stores, one small checkpoint."""
+"""A small cluster whose files are damaged in every combination: simulated nodes, real stores, one small checkpoint."""
 
 import os
 import pickle
@@ -34,7 +34,9 @@ PARTS = ("manifest", "metadata", "footer", "block")
 
 @dataclass(frozen=True)
 class Damage:
-    """What is bad on one node: parts out of PARTS, and how. `block` is the one that is bad in each of its shards."""
+    """The damage on one node: which of PARTS are bad, and how. `block` is the number of the bad block in each of its
+    shards.
+    """
 
     parts: frozenset[str]
     block: int = 0
@@ -42,7 +44,7 @@ class Damage:
 
 
 class World:
-    """Nodes that know each other and hold one checkpoint; `damaged` gives a copy of it with damage."""
+    """Nodes that know each other and hold one checkpoint. `damaged` makes a damaged copy of them."""
 
     def __init__(self, base: Path, holders: Mapping[str, Sequence[int]], nodes: int, copies: int) -> None:
         self.base = base
@@ -54,7 +56,7 @@ class World:
             stores = [LocalStore(node.root) for node in cluster.nodes]
             with mock.patch.object(checkpoints, "METADATA", pickle.dumps(Metadata({}, storage_data={}))):
                 self.manifest = checkpointed(stores, 1, holders, copies=copies, size_bytes=DATA_BYTES)
-            for node in (*cluster.nodes, *cluster.nodes):  # the second time all of them are known
+            for node in (*cluster.nodes, *cluster.nodes):  # at the second boot every node knows all others
                 node.kill()
                 node.boot()
             for node in cluster.nodes:
@@ -67,7 +69,7 @@ class World:
 
     @contextmanager
     def damaged(self, damages: Sequence[Damage]) -> Iterator[Cluster]:
-        """A running cluster of which each node has this damage. Files that are intact are shared with the template."""
+        """A running cluster in which each node has its damage. Intact files are shared with the template."""
         base = self.base / "world"
         shutil.rmtree(base, ignore_errors=True)
         shutil.copytree(self.base / "template", base, copy_function=os.link)
@@ -82,7 +84,9 @@ class World:
             yield cluster
 
     def can_be_healed(self, damages: Sequence[Damage]) -> bool:
-        """The promise, by counting: every piece is intact somewhere, a footer also where all the data of a copy is."""
+        """What the guarantees promise, by counting: every piece is intact on some node. A footer can also be computed
+        from a copy whose data is intact.
+        """
 
         def somewhere(part: str) -> bool:
             return any(part not in damage.parts for damage in damages)
@@ -96,14 +100,16 @@ class World:
         return somewhere("manifest") and somewhere("metadata") and all(map(shard_is_there, self.holders.values()))
 
     def load(self, cluster: Cluster, on: int) -> None:
-        """Loads every byte, as a rank of this node does; raises what the load raises, or AssertionError for wrong bytes."""
+        """Loads every byte, as a rank on this node does. Raises the error of the load, or AssertionError for wrong
+        bytes.
+        """
         addresses = [node.address() for node in cluster.nodes]
         store = LocalStore(cluster.nodes[on].root)
         with cluster.network.acting(Actor(on, is_agent=False)):
             for checkpoint_id in (ID, "latest"):
                 survey = Surveyor(store, self.node_ids[on], addresses).survey(checkpoint_id)
                 if survey.unmanaged_warning:
-                    raise CheckpointNotFound("Without any manifest it is taken for stock torch's.")
+                    raise CheckpointNotFound("Without any manifest the checkpoint is taken for stock torch's.")
                 assert read_verified_metadata(store, survey, None, "reader", set()).state_dict_metadata == {}
                 names = sorted(self.contents)
                 reader = ShardReader(store, self.node_ids[on], survey, names, "reader")
@@ -114,22 +120,22 @@ class World:
                     reader.close()
 
     def protect(self, cluster: Cluster) -> list[Protection]:
-        """What the agents say when they have read everything and are at rest."""
+        """The protection that the agents report once they have read everything and are at rest."""
         return cluster.protect(rounds=6)
 
     def audit(self, cluster: Cluster, on: int) -> Audit:
-        """What `verify` finds, asked on this node."""
+        """The result of `verify` on this node."""
         with cluster.network.acting(Actor(on, is_agent=False)):
             return Auditor(LocalStore(cluster.nodes[on].root)).audit()
 
 
 def pair(base: Path) -> World:
-    """Two nodes that hold everything."""
+    """Two nodes that both hold every shard."""
     return World(base, {shard(0): (0, 1), shard(1): (1, 0)}, 2, 2)
 
 
 def ring(base: Path) -> World:
-    """Three nodes, two copies of each shard, every node without one of them."""
+    """Three nodes, two copies of each shard: every node lacks one shard."""
     return World(base, {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}, 3, 2)
 
 
@@ -177,7 +183,7 @@ def _ruin_shard(path: Path, damage: Damage) -> None:
 
 
 def is_as_saved(cluster: Cluster, manifest: Manifest) -> bool:
-    """Whether every node has manifest and metadata as they were saved, without looking through the eyes of the package."""
+    """Whether every node has manifest and metadata as saved. Reads the files directly, without the package."""
     roots = [node.root / ID for node in cluster.nodes]
     manifests = {(root / MANIFEST_NAME).read_bytes() for root in roots}
     return manifests == {manifest.encode()} and len({(root / METADATA_NAME).read_bytes() for root in roots}) == 1

@@ -1,4 +1,4 @@
-"""Bad timing: two at once, a load in the middle, clocks that disagree, an agent that is replaced while it is needed."""
+"""Bad timing: concurrent saves, a removal during a load, wrong clocks, and an agent that is replaced."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ from tests.steps import peers, state, timing
 
 pytestmark = [pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(240)]
 KINDS = ["plain"]
-COUNT = 6  # MiB for each rank
+COUNT = 6  # MiB of each rank
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def cluster(tmp_path: Path) -> Any:
 
 
 def at_once(*launches: Callable[[], ByRank[T]]) -> list[ByRank[T]]:
-    """What worlds return that run at the same time."""
-    found: list[ByRank[T] | BaseException] = [AssertionError("it did not run")] * len(launches)
+    """Runs the launches concurrently, and returns their results in order."""
+    found: list[ByRank[T] | BaseException] = [AssertionError("the launch did not run")] * len(launches)
 
     def run(index: int) -> None:
         try:
@@ -58,7 +58,9 @@ def assert_whole(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_load_leaves_the_save_in_the_background_alone(cluster: Cluster) -> None:
-    """A trainer that loads while its own save is under way gets what it asked for, and the save is committed."""
+    """A trainer loads while its own save is in flight: it gets the older checkpoint that it asked for, and the save is
+    committed.
+    """
     calls = [
         call(state.save, kinds=KINDS, checkpoint_id="step-1"),
         call(timing.load_while_saving, kinds=KINDS, old="step-1", new="step-2"),
@@ -74,7 +76,9 @@ def test_a_load_leaves_the_save_in_the_background_alone(cluster: Cluster) -> Non
 
 
 def test_a_checkpoint_that_is_removed_during_a_load_is_still_loaded(cluster: Cluster) -> None:
-    """One node's copy vanishes after the first item: the rest comes from what is open, or from the peer."""
+    """One node's copy is removed after the first item: the rest comes from files that are open already, or from the
+    peer.
+    """
     calls = [
         call(peers.save_pieces, checkpoint_id="step-1", count=COUNT),
         call(timing.load_while_removed, checkpoint_id="step-1", count=COUNT, ranks=2),
@@ -84,7 +88,9 @@ def test_a_checkpoint_that_is_removed_during_a_load_is_still_loaded(cluster: Clu
 
 
 def test_clocks_decide_nothing(cluster: Cluster) -> None:
-    """Nodes five hours apart, and a coordinator whose clock goes back a day between two saves: the later one is latest."""
+    """The nodes' clocks differ by five hours, and the coordinator's clock goes back a day between two saves: "latest"
+    is the later save.
+    """
     earlier = call(timing.save_with_wrong_clocks, kinds=KINDS, checkpoint_id="b", seed=1, shift_h=20.0)
     later = call(timing.save_with_wrong_clocks, kinds=KINDS, checkpoint_id="a", seed=2, shift_h=-4.0)
     load = call(state.load, kinds=KINDS, checkpoint_id="latest")
@@ -95,7 +101,7 @@ def test_clocks_decide_nothing(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_two_jobs_on_the_same_stores(cluster: Cluster) -> None:
-    """Two worlds that save different checkpoints to the same nodes at the same time do not disturb each other."""
+    """Two jobs save different checkpoints to the same nodes at the same time: all of them load bit for bit."""
     ids = [["a-1", "a-2", "a-3"], ["b-1", "b-2", "b-3"]]
     saves = [call(timing.save_many, kinds=KINDS, checkpoint_ids=own, seed=seed) for seed, own in enumerate(ids)]
     saved = at_once(*(partial(cluster.run, save, nodes=[0, 1]) for save in saves))
@@ -109,7 +115,7 @@ def test_two_jobs_on_the_same_stores(cluster: Cluster) -> None:
 
 
 def test_two_saves_of_the_same_checkpoint_at_once(cluster: Cluster) -> None:
-    """Whoever wins, wins wholly: what loads is exactly one of the two, and a loser is told."""
+    """The checkpoint that loads is exactly one of the saves that succeeded. The others raised an error."""
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="x", seed=9)], nodes=[0, 1])
     ids = ["x"] * 4
     saves = [call(timing.save_many, kinds=KINDS, checkpoint_ids=ids, seed=seed, overwrite=True) for seed in (1, 2)]
@@ -127,9 +133,9 @@ def test_two_saves_of_the_same_checkpoint_at_once(cluster: Cluster) -> None:
 
 
 def test_an_older_agent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a newer version has its own agent serve; it has the address and the token of the old one."""
+    """A rank of a newer version replaces the running agent. The new agent takes over the address and the token."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "1")
-    with running_agent(tmp_path / "a", "--idle-exit-s", "60") as old:  # as ranks start one
+    with running_agent(tmp_path / "a", "--idle-exit-s", "60") as old:  # the options with which ranks start an agent
         path = old.root / ".agent" / "endpoint.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.9"}))
         new = ensure_agent(LocalStore(old.root), "127.0.0.1")

@@ -1,4 +1,6 @@
-"""Damage of every kind on every node at once: what is intact anywhere is used by its checksum, and "done" is true."""
+"""Damage of every kind on several nodes at once: loads and repairs use every intact piece, and "complete" is reported
+only when it is true.
+"""
 
 import itertools
 import random
@@ -23,7 +25,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
 
 
 def combinations(nodes: int, *, is_same_block: bool, style: str) -> Iterator[tuple[Damage, ...]]:
-    """All 16 ** nodes of them. Bad blocks are the same on all nodes, or others on neighbours."""
+    """All 16 ** nodes combinations. The bad block is the same on all nodes, or alternates between neighbours."""
     for chosen in itertools.product(SUBSETS, repeat=nodes):
         yield tuple(Damage(parts, 0 if is_same_block else index % 2, style) for index, parts in enumerate(chosen))
 
@@ -34,7 +36,7 @@ def some(worlds: Iterable[Sequence[Damage]], count: int) -> list[Sequence[Damage
 
 
 def check(world: World, damages: Sequence[Damage]) -> None:
-    """The load, what the agents say, what `verify` says, and what lies there in the end, for one combination."""
+    """Checks one combination: the load, the agents' protection, the result of `verify`, and the files afterwards."""
     can = world.can_be_healed(damages)
     with world.damaged(damages) as cluster:
         reader = sum(len(damage.parts) for damage in damages) % len(cluster.nodes)
@@ -54,22 +56,26 @@ def check(world: World, damages: Sequence[Damage]) -> None:
 
 
 def looks_like_stock(damages: Sequence[Damage]) -> bool:
-    """Whether nothing is left that says that the checkpoint is ours: it is stock torch's then, and not ours to heal."""
+    """Whether nothing identifies the checkpoint as the package's. It is then taken for stock torch's, which is not
+    repaired.
+    """
     return all(damage.style == "remove" and {"manifest", "footer"} <= damage.parts for damage in damages)
 
 
 @pytest.mark.parametrize("style", mark_long(STYLES, keep=["flip"]))
 @pytest.mark.parametrize("is_same_block", [False, True])
-def test_what_is_intact_somewhere_loads_and_heals(world: World, style: str, *, is_same_block: bool) -> None:
-    """Some of all combinations of damaged manifest, metadata, footers and blocks, on two and on three nodes."""
+def test_a_checkpoint_with_all_pieces_somewhere_loads_and_heals(
+    world: World, style: str, *, is_same_block: bool
+) -> None:
+    """A sample of all combinations of damaged manifest, metadata, footers and blocks, on two and on three nodes."""
     found = some(combinations(len(world.node_ids), is_same_block=is_same_block, style=style), 12)
     assert {world.can_be_healed(damages) for damages in found} == {False, True}
     for damages in found:
         check(world, damages)
 
 
-def test_lost_metadata_names_what_each_node_had(tmp_path: Path) -> None:
-    """The error of the load says of every node where `.metadata` was looked for what lay there instead."""
+def test_the_error_of_lost_metadata_names_each_nodes_file(tmp_path: Path) -> None:
+    """No node has an intact `.metadata`: the error of the load names what each node has instead."""
     world = pair(tmp_path)
     parts = frozenset({"metadata"})
     with (
@@ -87,6 +93,8 @@ def test_lost_metadata_names_what_each_node_had(tmp_path: Path) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_same_block", [False, True])
 def test_every_combination_of_damage(world: World, style: str, *, is_same_block: bool) -> None:
-    """All 16 combinations a node, 256 on two nodes and 4,096 on three: each is healed, or said to be lost by all alike."""
+    """All 256 combinations on two nodes and all 4,096 on three. Each is repaired, or `verify` and all agents report it
+    as lost.
+    """
     for damages in combinations(len(world.node_ids), is_same_block=is_same_block, style=style):
         check(world, damages)

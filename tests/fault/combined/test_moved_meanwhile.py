@@ -1,4 +1,6 @@
-"""What was found moves before it is read: another job replaces or removes it, or a node's address is another's."""
+"""A checkpoint changes between its look-up and its read: another job replaces or removes it, or another agent has taken
+over the node's address.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,7 +32,7 @@ MOMENTS = ["looked", "found"]
 
 
 class Trainer:
-    """Saves on its own node, which an agent serves."""
+    """A job that saves on the agent's node."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,7 +60,9 @@ def trainer(agent: RunningAgent) -> Trainer:
 
 @pytest.fixture
 def once_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], None]:
-    """`once_at(moment, act)` acts in the next load: when all nodes have been `looked` at, or the save is `found`."""
+    """`once_at(moment, act)` calls `act` once in the next load: "looked" is after the survey of the nodes, "found" is
+    after the choice of the save.
+    """
 
     def arrange(moment: str, act: Callable[[], None]) -> None:
         acts = [act]
@@ -94,7 +98,7 @@ def loaded(root: Path, checkpoint_id: str) -> int:
 def test_the_newest_is_overwritten(
     tmp_path: Path, trainer: Trainer, once_at: Callable[..., None], moment: str, checkpoint_id: str
 ) -> None:
-    """The version that took its place is loaded, and never silently the checkpoint before."""
+    """The load returns the new version, and never silently falls back to the previous checkpoint."""
     trainer.save("step-1", 1)
     trainer.save("step-2", 2)
     once_at(moment, lambda: trainer.save("step-2", 3))
@@ -102,20 +106,20 @@ def test_the_newest_is_overwritten(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_the_newest_is_removed_as_there_is_a_newer_one(
+def test_the_newest_is_removed_after_a_newer_save(
     tmp_path: Path, trainer: Trainer, once_at: Callable[..., None], moment: str
 ) -> None:
-    """A load of "latest" has the newer one."""
+    """A load of "latest" returns the newer checkpoint."""
     trainer.save("step-1", 1)
     once_at(moment, lambda: trainer.save_and_retire("step-2", 2, "step-1"))
     assert loaded(tmp_path / "here", "latest") == 2
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_the_one_that_was_named_is_removed(
+def test_the_named_checkpoint_is_removed(
     tmp_path: Path, trainer: Trainer, once_at: Callable[..., None], moment: str
 ) -> None:
-    """It is not there any more, which is what the load says: no shard is lost, and no node is to be brought back."""
+    """The load raises CheckpointNotFound. It does not report a lost shard, nor ask for a node to be brought back."""
     trainer.save("step-1", 1)
     once_at(moment, lambda: trainer.save_and_retire("step-2", 2, "step-1"))
     with pytest.raises(CheckpointNotFound, match="No checkpoint 'step-1' was found"):
@@ -126,18 +130,18 @@ def test_the_one_that_was_named_is_removed(
 def test_another_agent_has_the_address(
     tmp_path: Path, agent: RunningAgent, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """As a container that was started anew with another root: the node is missing, and it is said which."""
+    """A container restarts at the same address with another root: the error names the node that is missing."""
     trainer.save("step-1", 1)
     port, goes_on = str(agent.endpoint.port), getattr(LoadAttempt, step)
     with ExitStack() as stack:
 
-        def make_room(attempt: LoadAttempt, *arguments: Any, **named: Any) -> Any:
+        def replace_agent(attempt: LoadAttempt, *arguments: Any, **named: Any) -> Any:
             agent.process.kill()
             agent.process.wait(10)
             stack.enter_context(running_agent(tmp_path / "other", "--port", port))
             return goes_on(attempt, *arguments, **named)
 
-        monkeypatch.setattr(LoadAttempt, step, make_room)
+        monkeypatch.setattr(LoadAttempt, step, replace_agent)
         with pytest.raises(CheckpointException) as raised:
             loaded(tmp_path / "here", "step-1")
     ((error, _),) = raised.value.failures.values()
@@ -149,7 +153,9 @@ def test_another_agent_has_the_address(
 
 @pytest.mark.parametrize("step", ["read_metadata", "plan", "read_items"])
 def test_a_store_without_an_agent_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """The version that the load has found stays until it is read, also where the other job's process is alone."""
+    """No agent runs: the version that the load has found stays until it is read, although another process overwrites
+    it.
+    """
     trainer, goes_on = Trainer(tmp_path / "here"), getattr(LoadAttempt, step)
     trainer.save("step-1", 1)
     acts = [lambda: trainer.save("step-1", 2)]

@@ -1,7 +1,8 @@
-"""Faults that combine: half of the nodes publish, the others come back first; two runs meet; a planner is slow.
+"""Combined faults: the nodes split into two halves that disagree about the newest version, two runs share a name, a
+planner is slow.
 
-The agents are real processes, killed with SIGKILL. The ranks' part of a save is done by hand, so that each step can be the
-last: what a coordinator and its ranks send, in their order.
+The agents are real processes, killed with SIGKILL. The test itself sends the requests of the coordinator and its ranks,
+in their order, so that a save can end at any step.
 """
 
 import fcntl
@@ -33,7 +34,7 @@ from tests.marks import mark_long
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 QUICK = ("--lost-after-s", "2", "--copy-mib-per-s", "1000")
 AGAIN = (*QUICK, "--round-every-s", "1")
-"""Of agents that come back. Those that see a save by hand look less often: it takes longer than a rank's."""
+"""Options of restarted agents. The first agents make fewer rounds, as the test's own saves are slower than a rank's."""
 PAIRS = {0: (0, 1), 1: (1, 0), 2: (2, 3), 3: (3, 2)}
 RING = {0: (0, 1), 1: (1, 2), 2: (2, 0)}
 RUN, OTHER = "a" * 16, "b" * 16
@@ -41,7 +42,7 @@ RUN, OTHER = "a" * 16, "b" * 16
 
 @dataclass
 class Nodes:
-    """Several nodes with agents that come and go. `up` are those that run."""
+    """Several nodes whose agents start and stop. `up` has the running agents by node."""
 
     folder: Path
     stack: ExitStack
@@ -67,13 +68,13 @@ class Nodes:
             return client.call(method, path, document)
 
     def meet(self) -> None:
-        """As a load on the nodes that are up begins: they settle what is staged."""
+        """Introduces all running agents to each other, as the begin of a load does: they settle their staged saves."""
         document = {"peers": peers_of(*self.up.values()), "session": "a load"}
         for index in list(self.up):
             self.call(index, "POST", "/v1/peers", document)
 
     def wait_in_rounds(self, is_so: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
-        """Has rounds of re-protection begin until it is so; by itself an agent at rest begins one in 15 s."""
+        """Triggers rounds of re-protection until the condition holds. An idle agent starts one only every 15 s."""
         deadline = time.monotonic() + within_s
         while not is_so():
             assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
@@ -84,7 +85,7 @@ class Nodes:
         return self.call(index, "GET", "/v1/status")
 
     def versions(self, checkpoint_id: str = "last") -> dict[str, set[str]]:
-        """Save id and shards of each version that the nodes which are up hold together."""
+        """The save id and the shards of each version on the running nodes."""
         told = [self.call(index, "GET", f"/v1/holdings?checkpoint_id={checkpoint_id}") for index in self.up]
         holdings = [Holding.from_json(fields) for answer in told for fields in answer["holdings"]]
         return {save.save_id: {name for h in save.holdings for name in h.sizes} for save in saves_found(holdings)}
@@ -97,7 +98,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 class Save:
-    """One save by hand, step by step."""
+    """One save whose steps the test makes one by one."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class Save:
         )
 
     def shard(self, rank: int) -> str:
-        """The name of this rank's shard: no other version that its nodes have uses it."""
+        """The name of this rank's shard. No other version on these nodes uses it."""
         return renumbered(shard(rank), self.number)
 
     def opening(self) -> dict[str, Any]:
@@ -158,11 +159,11 @@ class Save:
         for index in self.members:
             self.nodes.call(index, "POST", self.path, self.opening())
 
-    def hold(self) -> None:
-        """The coordinator's rank works on it."""
+    def acquire_lock(self) -> None:
+        """Locks the save, as the coordinator's rank does while it works."""
         self.lock = self.nodes.store(self.members[0]).lock_save(self.save_id)
 
-    def end(self) -> None:
+    def release_lock(self) -> None:
         if self.lock is not None:
             self.lock.release()
 
@@ -174,7 +175,7 @@ class Save:
             self.nodes.store(index).note_place(self.save_id, self.manifest.lineage, self.manifest.sequence)
 
     def decide(self) -> None:
-        """On the coordinator's node."""
+        """Writes the decision on the coordinator's node."""
         store = self.nodes.store(self.members[0])
         store.put_small(self.save_id, ".metadata", METADATA)
         store.put_small(self.save_id, ".manifest.json", self.manifest.encode())
@@ -209,7 +210,9 @@ class Save:
 
 
 def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
-    """Whether every node that is up has published the save, nothing else is left of the checkpoint, and all is intact."""
+    """Whether every running node has published the save, holds no other version of the checkpoint, and has intact
+    files.
+    """
     stores = [nodes.store(index) for index in nodes.up]
     named = [store.catalog.find_manifest(save.checkpoint_id) for store in stores]
     return (
@@ -222,7 +225,9 @@ def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
 
 @pytest.mark.parametrize("first", mark_long(["load", "agents"], keep=["load"]))
 def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
-    """A replacement published on one pair only is completed on the other, however long that was alone before."""
+    """A replacement was published on one pair of nodes only. The other pair completes it once the first pair is back,
+    even after it ran alone.
+    """
     nodes.start(0, 1, 2, 3)
     old = Save(nodes, 1, PAIRS).acknowledged()
     new = Save(nodes, 2, PAIRS).decided_only()
@@ -233,7 +238,7 @@ def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
     nodes.meet()
     if first == "load":
         nodes.meet()
-    else:  # re-protection settles what was opened a minute ago; the agents are new, so it is asked to by hand
+    else:  # re-protection settles saves that are a minute old; `meet` had the agents settle at once
         time.sleep(3)
     for index in (2, 3):
         assert [intent.save_id for intent in nodes.store(index).list_staged()] == [new.save_id]
@@ -245,22 +250,30 @@ def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
     wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on all nodes")
 
 
-def test_the_old_version_is_kept_until_the_new_one_is_seen_whole(nodes: Nodes) -> None:
-    """The pair that publishes keeps what it replaces: without the other pair's part the new version could not be loaded."""
+def test_the_old_version_is_kept_until_the_new_one_is_complete(nodes: Nodes) -> None:
+    """The pair that published the new version keeps the old one: without the other pair's shards the new version cannot
+    be loaded.
+    """
     nodes.start(0, 1, 2, 3)
     old = Save(nodes, 1, PAIRS).acknowledged()
     new = Save(nodes, 2, PAIRS).decided_only()
     nodes.kill(2, 3)
     new.publish(0, 1)
-    wait_for(lambda: all(nodes.status(index)["protection"]["lost"] == 4 for index in (0, 1)), 30, "a pair given up")
+    wait_for(
+        lambda: all(nodes.status(index)["protection"]["lost"] == 4 for index in (0, 1)),
+        30,
+        "lost shards of the other pair",
+    )
     assert nodes.versions() == {save.save_id: {save.shard(0), save.shard(1)} for save in (old, new)}
     nodes.start(2, 3)
     assert nodes.versions()[old.save_id] == old.shards
     nodes.wait_in_rounds(lambda: is_whole_everywhere(nodes, new), "the new version on all nodes")
 
 
-def test_a_goodbye_makes_no_version_give_way(nodes: Nodes) -> None:
-    """Two of three go on with the old version and leave in good order; whoever comes back, the new one is completed."""
+def test_a_goodbye_does_not_abort_the_new_version(nodes: Nodes) -> None:
+    """Two of three nodes continue with the old version and then leave with a goodbye. The new version is completed when
+    all nodes are back.
+    """
     nodes.start(0, 1, 2)
     old = Save(nodes, 1, RING).acknowledged()
     new = Save(nodes, 2, RING).decided_only()
@@ -280,8 +293,10 @@ def test_a_goodbye_makes_no_version_give_way(nodes: Nodes) -> None:
     wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on all nodes")
 
 
-def test_a_save_that_was_never_decided_goes_once_its_coordinator_says_so(nodes: Nodes) -> None:
-    """Nodes that come back alone keep their part; with the coordinator's node there is nothing to wait for."""
+def test_an_undecided_save_is_dropped_once_its_coordinator_is_back(nodes: Nodes) -> None:
+    """Nodes that come back without the coordinator keep their staged part. Once the coordinator's node is back, all
+    nodes drop it.
+    """
     nodes.start(0, 1, 2, 3)
     old = Save(nodes, 1, PAIRS).acknowledged()
     new = Save(nodes, 2, PAIRS)
@@ -301,8 +316,10 @@ def test_a_save_that_was_never_decided_goes_once_its_coordinator_says_so(nodes: 
 
 
 @pytest.mark.long
-def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
-    """`ls` and `repair` say what is in doubt; `repair --lost` says what is lost and left, and ends it."""
+def test_the_operator_declares_a_node_lost(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ls` and `repair` print the save that is in doubt. `repair --lost` aborts it, and prints the version that
+    remains.
+    """
     nodes.start(0, 1, 2)
     old = Save(nodes, 1, RING).acknowledged()
     new = Save(nodes, 2, RING)
@@ -317,7 +334,7 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
     shown = capsys.readouterr().out
     assert f"in doubt: save {new.save_id}" in shown
     assert "--lost" in shown
-    time.sleep(5)  # the other node of it says for that long that ranks may still come
+    time.sleep(5)  # for so long the save's other node reports that ranks may still connect
     main(["repair", "--root", root, "--lost", lost])
     shown = capsys.readouterr().out
     assert f"abort save {new.save_id}" in shown
@@ -327,25 +344,27 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
 
 
 @pytest.mark.long
-def test_no_slow_planner_is_taken_for_a_dead_one(nodes: Nodes) -> None:
-    """While the coordinator's rank lives, loads leave the save alone on every node, however long ago it was opened."""
+def test_a_slow_planner_does_not_count_as_dead(nodes: Nodes) -> None:
+    """While the coordinator's rank lives, no load touches the save on any node, however long ago it was opened."""
     nodes.start(0, 1)
     old = Save(nodes, 1, {0: (0, 1), 1: (1, 0)}).acknowledged()
     new = Save(nodes, 2, {0: (0, 1), 1: (1, 0)})
     new.open()
-    new.hold()
+    new.acquire_lock()
     time.sleep(5.5)
     nodes.meet()
     new.write()
     new.decide()
     new.publish(0, 1)
-    new.end()
+    new.release_lock()
     wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on both nodes")
     assert old.save_id not in nodes.versions()
 
 
 def test_a_late_publication_of_an_older_version_replaces_nothing(nodes: Nodes) -> None:
-    """What re-protection has opened for the old version and publishes late is refused: the new one stays."""
+    """Re-protection has opened the old version again and publishes late: the node refuses it, and keeps the new
+    version.
+    """
     nodes.start(0, 1)
     old = Save(nodes, 1, {0: (0, 1), 1: (1, 0)}).acknowledged()
     new = Save(nodes, 2, {0: (0, 1), 1: (1, 0)}).acknowledged()
@@ -360,8 +379,10 @@ def test_a_late_publication_of_an_older_version_replaces_nothing(nodes: Nodes) -
 
 
 @pytest.mark.long
-def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) -> None:
-    """A node joins with another run's checkpoints of larger sequences: this run's policy keeps this run's newest two."""
+def test_another_runs_checkpoints_neither_count_nor_are_removed(nodes: Nodes) -> None:
+    """A node joins that holds another run's checkpoints with larger sequences. This run's policy keeps its own newest
+    two checkpoints, and does not touch the other run's.
+    """
     nodes.start(2)
     foreign = [Save(nodes, 20 + n, {0: (2,)}, f"debug-{n}", OTHER).acknowledged() for n in range(3)]
     nodes.start(0, 1)
@@ -370,15 +391,17 @@ def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) ->
     policy = Policy("", NODES, 3, Retention(keep_last=2), RUN)
     for index in (0, 1):
         nodes.call(index, "POST", "/v1/retention", {"policies": [policy.to_json()], "is_committed": True})
-    wait_for(lambda: nodes.versions("step-1") == {}, 30, "the oldest of this run to go")
+    wait_for(lambda: nodes.versions("step-1") == {}, 30, "the removal of the oldest checkpoint of this run")
     time.sleep(3)
     for save in (*ours[1:], *foreign):
         assert nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
 
 
 @pytest.mark.long
-def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
-    """A policy that gives it up waits while it is read, or until its reader reads another; what no load reads goes."""
+def test_a_checkpoint_that_a_load_reads_is_not_retired(nodes: Nodes) -> None:
+    """Retention keeps a checkpoint while a load reads it, and removes it once that reader reads another one. It removes
+    at once what no load reads.
+    """
     nodes.start(0, 1)
     saves = [Save(nodes, n, {0: (0, 1), 1: (1, 0)}, f"step-{n}").acknowledged() for n in (1, 2, 3)]
     for index in (0, 1):
@@ -386,21 +409,23 @@ def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
         nodes.call(index, "POST", "/v1/sequence", document)
         policy = Policy("", NODES, 3, Retention(keep_last=1), RUN)
         nodes.call(index, "POST", "/v1/retention", {"policies": [policy.to_json()], "is_committed": True})
-    wait_for(lambda: nodes.versions("step-2") == {}, 30, "what nobody reads to go")
+    wait_for(lambda: nodes.versions("step-2") == {}, 30, "the removal of a checkpoint that nobody reads")
     assert nodes.versions("step-1") == {saves[0].save_id: saves[0].shards}
     for index in (0, 1):
         nodes.call(index, "POST", "/v1/sequence", {**document, "save_id": saves[2].save_id})
-    wait_for(lambda: nodes.versions("step-1") == {}, 30, "what the reader has left for another to go")
+    wait_for(lambda: nodes.versions("step-1") == {}, 30, "the removal of the checkpoint that the reader has left")
 
 
 def test_the_lock_of_a_dead_coordinator_is_free(nodes: Nodes) -> None:
-    """The lock is the process's: a descriptor that is closed, as by SIGKILL, leaves nothing that looks alive."""
+    """The lock belongs to the process: once its descriptor is closed, as after SIGKILL, the save is not locked any
+    more.
+    """
     nodes.start(0)
     save = Save(nodes, 1, {0: (0,)})
     save.open()
-    save.hold()
+    save.acquire_lock()
     assert nodes.store(0).is_locked(save.save_id)
-    save.end()
+    save.release_lock()
     assert not nodes.store(0).is_locked(save.save_id)
     with nodes.store(0).intent_path(save.save_id).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A save brings no more bytes than its opening announced, whatever its peers send."""
+"""A save receives no more bytes than its opening announced, whatever its peers send."""
 
 import http.client
 import os
@@ -18,7 +18,7 @@ from replicated_ckpt.stores.local.directories.intent import NOTHING_ANNOUNCED, A
 from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import shard
-from tests.fault.hostile.test_peers_token import OPENING, SAVE, said_of
+from tests.fault.hostile.test_peers_token import OPENING, SAVE, logged_refusals
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
@@ -39,15 +39,15 @@ def file_of(size_bytes: int) -> bytes:
 
 @pytest.fixture
 def opened(agent: RunningAgent) -> RunningAgent:
-    """An agent with a save whose opening announces little."""
+    """An agent with an open save that announced few bytes."""
     announced = {"shard_bytes_max": SHARD_MAX, "save_bytes_max": SAVE_MAX}
     with agent.client() as client:
         client.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "announced": announced})
     return agent
 
 
-def brought(agent: RunningAgent, rank: int, raw: bytes, *, is_sized: bool) -> None:
-    """Brings a shard as a peer does, or with its size said beforehand."""
+def upload_shard(agent: RunningAgent, rank: int, raw: bytes, *, is_sized: bool) -> None:
+    """Uploads a shard in chunks, as a peer does, or with a Content-Length if `is_sized`."""
     path = f"/v1/saves/{SAVE}/{shard(rank)}"
     with agent.peer() as client:
         if is_sized:
@@ -64,31 +64,33 @@ def staged(agent: RunningAgent) -> list[str]:
 
 @pytest.mark.parametrize("is_sized", [True, False], ids=["sized", "chunked"])
 def test_a_shard_has_no_more_bytes_than_were_announced(opened: RunningAgent, *, is_sized: bool) -> None:
-    """The peer is told, one line is logged, nothing is kept, and shards of the right size still come in."""
+    """The upload fails with an error, one line is logged, and no file is left. Shards within the limit are still
+    accepted.
+    """
     with pytest.raises(PeerProtocolError, match=f"more than {SHARD_MAX} bytes") as raised:
-        brought(opened, 0, file_of(SHARD_MAX), is_sized=is_sized)
+        upload_shard(opened, 0, file_of(SHARD_MAX), is_sized=is_sized)
     assert "tensors" in raised.value.hint
     assert staged(opened) == []
-    assert len(said_of(opened, f"saves/{SAVE}/{shard(0)}")) == 1
-    brought(opened, 0, file_of(1000), is_sized=is_sized)
+    assert len(logged_refusals(opened, f"saves/{SAVE}/{shard(0)}")) == 1
+    upload_shard(opened, 0, file_of(1000), is_sized=is_sized)
     assert staged(opened) == [shard(0)]
 
 
 @pytest.mark.parametrize("is_sized", [True, False], ids=["sized", "chunked"])
 def test_a_save_has_no_more_bytes_than_were_announced(opened: RunningAgent, *, is_sized: bool) -> None:
-    """Its shards together; one that is brought again counts once, and one that was refused not at all."""
+    """The limit is for all shards together. A shard that is sent again counts once, and a refused shard does not count."""
     for _ in range(3):
-        brought(opened, 0, file_of(2000), is_sized=is_sized)
-        brought(opened, 1, file_of(2000), is_sized=is_sized)
+        upload_shard(opened, 0, file_of(2000), is_sized=is_sized)
+        upload_shard(opened, 1, file_of(2000), is_sized=is_sized)
         with pytest.raises(PeerProtocolError, match=f"more than {SAVE_MAX} bytes"):
-            brought(opened, 2, file_of(2000), is_sized=is_sized)
+            upload_shard(opened, 2, file_of(2000), is_sized=is_sized)
     assert staged(opened) == [shard(0), shard(1)]
-    brought(opened, 2, file_of(500), is_sized=is_sized)
+    upload_shard(opened, 2, file_of(500), is_sized=is_sized)
     assert staged(opened) == [shard(0), shard(1), shard(2)]
 
 
 def test_uploads_at_once_are_counted_together(agent: RunningAgent) -> None:
-    """Bytes that are still coming in count, under whatever name, and a broken upload gives its own back."""
+    """Bytes of uploads in flight count, whatever their names. A broken upload frees its bytes."""
     announced = {"shard_bytes_max": 6 << 20, "save_bytes_max": 8 << 20}
     piece = memoryview(bytes(5 << 20))
     with agent.client() as client:
@@ -103,13 +105,13 @@ def test_uploads_at_once_are_counted_together(agent: RunningAgent) -> None:
         uploads[1].send(piece)
         with pytest.raises(PeerProtocolError, match=f"more than {8 << 20} bytes"):
             uploads[1].finish_upload()
-    wait_for(lambda: staged(agent) == [], 10, "the end of the broken one")
-    brought(agent, 0, file_of(5 << 20), is_sized=False)
+    wait_for(lambda: staged(agent) == [], 10, "the removal of the broken upload")
+    upload_shard(agent, 0, file_of(5 << 20), is_sized=False)
 
 
 @pytest.mark.parametrize("size", [(8 << 30) + 1, 10**17])
-def test_metadata_has_no_more_bytes_than_any(opened: RunningAgent, size: int) -> None:
-    """It is refused by the size that it says, before a byte of it is read."""
+def test_metadata_beyond_the_limit_is_refused(opened: RunningAgent, size: int) -> None:
+    """An upload that is too large is refused by its Content-Length, before its body is read."""
     connection = http.client.HTTPConnection("127.0.0.1", opened.endpoint.port, timeout=10)
     connection.putrequest("PUT", f"/v1/saves/{SAVE}/.metadata")
     connection.putheader("Authorization", f"Bearer {opened.endpoint.owner_token}")
@@ -122,7 +124,7 @@ def test_metadata_has_no_more_bytes_than_any(opened: RunningAgent, size: int) ->
     assert staged(opened) == []
 
 
-# What is announced ---------------------------------------------------------------------------------------------------
+# Announcements -----------------------------------------------------------------------------------------------------
 
 
 DTYPES = (torch.int8, torch.bfloat16, torch.complex128)
@@ -137,8 +139,8 @@ STATES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning")
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_what_is_saved_is_less_than_what_is_announced(tmp_path: Path, state: dict[str, Any]) -> None:
-    """For any state: a bound that a save of ours ran into would cost it its copies."""
+def test_a_save_is_smaller_than_its_announcement(tmp_path: Path, state: dict[str, Any]) -> None:
+    """A limit that is too low would cost the save its copies."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save(state, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
     sizes = [path.stat().st_size for path in (tmp_path / "step-1").glob("*.distcp")]
@@ -150,7 +152,9 @@ def test_what_is_saved_is_less_than_what_is_announced(tmp_path: Path, state: dic
 
 
 def test_all_shards_and_the_largest_are_announced() -> None:
-    """Of several ranks: the sum, and the maximum; nothing where a plan was kept back by DCP's cache of plans."""
+    """Several ranks announce the sum and the maximum of their shards. They announce nothing if DCP's plan cache
+    withheld a plan.
+    """
     plans = [create_default_local_save_plan({"t": torch.zeros(n << 20)}, is_coordinator=True) for n in (1, 3)]
     single = [announce([plan]).shard_bytes_max for plan in plans]
     assert announce(plans) == Announced(max(single), sum(single))
@@ -165,18 +169,18 @@ def test_all_shards_and_the_largest_are_announced() -> None:
 
 
 def test_a_restart_does_not_lift_the_bound(opened: RunningAgent) -> None:
-    """It lies with the save: the next agent of the node holds what comes to it, too."""
+    """The limit is stored with the save: the node's next agent applies it, too."""
     path = opened.root / ".staging" / f"{SAVE}.json"
     assert Intent.read_intent(SAVE, path).announced == Announced(SHARD_MAX, SAVE_MAX)
     opened.process.kill()
     opened.process.wait()
     with running_agent(opened.root) as again, pytest.raises(PeerProtocolError, match=f"more than {SHARD_MAX} bytes"):
-        brought(again, 0, file_of(SHARD_MAX), is_sized=False)
+        upload_shard(again, 0, file_of(SHARD_MAX), is_sized=False)
 
 
 @pytest.mark.parametrize("wrong", [-1, "x", None, [], 1.5])
-def test_an_announcement_that_is_none_opens_nothing(agent: RunningAgent, wrong: object) -> None:
-    """The opening is refused."""
+def test_an_invalid_announcement_opens_no_save(agent: RunningAgent, wrong: object) -> None:
+    """The opening is refused, and no staging directory is created."""
     for document in ({"shard_bytes_max": wrong}, {"save_bytes_max": wrong}, [wrong]):
         with agent.client() as client, pytest.raises(PeerProtocolError):
             client.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "announced": document})

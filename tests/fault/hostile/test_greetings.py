@@ -1,4 +1,6 @@
-"""Greetings: a node moves, comes and goes in the address books of others by its own word alone."""
+"""Greetings: only a node's own agent can change the node's address, or report it as leaving, in other nodes' address
+books.
+"""
 
 import contextlib
 import select
@@ -23,8 +25,8 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.http.test_tls import certificate
-from tests.fault.hostile.test_hostile_peers import answering
-from tests.fault.hostile.test_peers_token import QUIET, book, said_of, spoken
+from tests.fault.hostile.test_hostile_peers import fake_agent
+from tests.fault.hostile.test_peers_token import QUIET, book, greeting_of, logged_refusals
 from tests.stopwatch import Stopwatch
 
 pytestmark = [
@@ -36,7 +38,7 @@ pytestmark = [
 
 @dataclass
 class Pair:
-    """Two agents. The first one knows the second, which has a certificate, as a job has introduced it."""
+    """Two agents. The second one has a certificate, and a job has introduced it to the first one."""
 
     first: RunningAgent
     second: RunningAgent
@@ -49,10 +51,10 @@ class Pair:
         with self.first.client() as owner:
             owner.call("POST", "/v1/peers", {"peers": [address.to_json()]})
 
-    def hear(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
-        """Has the first one hear a greeting in the name of this node, from a peer of it that has both tokens."""
+    def greet(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
+        """Sends the first agent a greeting in the name of this node. The sender has both tokens."""
         with self.first.peer(10) as peer:
-            peer.call("POST", "/v1/hello", spoken(address, is_leaving=is_leaving))
+            peer.call("POST", "/v1/hello", greeting_of(address, is_leaving=is_leaving))
 
     def is_away(self) -> bool:
         return PeerBook(self.first.root / ".agent").is_away(self.known.node_id)
@@ -86,8 +88,10 @@ def copy_bytes(one: socket.socket, other: socket.socket) -> None:
 
 
 @contextmanager
-def listening(to: int | None, tls: tuple[str, str] | None) -> Iterator[int]:
-    """The port of a thief: passes what comes on to port `to`, else takes it with a certificate of its own, or silently."""
+def impostor_port(to: int | None, tls: tuple[str, str] | None) -> Iterator[int]:
+    """The port of an impostor. It relays connections to port `to`, or answers with its own certificate, or stays
+    silent.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -97,7 +101,7 @@ def listening(to: int | None, tls: tuple[str, str] | None) -> Iterator[int]:
                 except OSError:
                     return
                 if to is not None:
-                    with contextlib.suppress(OSError):  # the node is gone: the test is over
+                    with contextlib.suppress(OSError):  # the node has ended, as the test is over
                         other = socket.create_connection(("127.0.0.1", to))
                         threading.Thread(target=copy_bytes, args=(taken, other), daemon=True).start()
                 elif tls is not None:
@@ -118,43 +122,47 @@ def listening(to: int | None, tls: tuple[str, str] | None) -> Iterator[int]:
 
 @pytest.mark.parametrize("there", ["nobody", "another certificate", "silence", "a relay to the node itself"])
 @pytest.mark.parametrize("start", [0, 1], ids=["this start", "a later start"])
-def test_no_node_moves_another(pair: Pair, tmp_path: Path, there: str, start: int, stopwatch: Stopwatch) -> None:
-    """With all tokens and fingerprints of the job: the address book names the node where it answers, after 2 s at most."""
+def test_no_node_can_move_another(pair: Pair, tmp_path: Path, there: str, start: int, stopwatch: Stopwatch) -> None:
+    """The sender has all tokens and fingerprints of the job. The address book keeps the address where the node answers,
+    and the check takes 2 s at most.
+    """
     with contextlib.ExitStack() as stack:
         if there == "nobody":
             port = free_port()
         else:
-            tls = certificate(tmp_path, "thief") if there == "another certificate" else None
+            tls = certificate(tmp_path, "impostor") if there == "another certificate" else None
             to = pair.known.port if "relay" in there else None
-            port = stack.enter_context(listening(to, tls))
-        thief = replace(pair.known, port=port, incarnation=pair.known.incarnation + start)
+            port = stack.enter_context(impostor_port(to, tls))
+        impostor = replace(pair.known, port=port, incarnation=pair.known.incarnation + start)
         began = stopwatch.now()
         with contextlib.suppress(StoreDenied):
-            pair.hear(thief)
+            pair.greet(impostor)
         assert stopwatch.now() - began < 4
-        assert len(said_of(pair.first, "hello")) == start
+        assert len(logged_refusals(pair.first, "hello")) == start
         assert book(pair.first) == {pair.known.node_id: pair.known}
 
 
-def test_a_node_is_believed_where_it_answers(pair: Pair) -> None:
-    """Its port and host change once its agent has said so itself."""
+def test_a_confirmed_address_is_accepted(pair: Pair) -> None:
+    """The node's port and host change in the address book once its own agent has confirmed them."""
     old = replace(pair.known, host="127.0.0.2", port=free_port(), incarnation=0)
     pair.introduce(old)
-    pair.hear(pair.known)
+    pair.greet(pair.known)
     assert book(pair.first) == {pair.known.node_id: replace(pair.known, host="127.0.0.1")}
     with pytest.raises(StoreDenied, match="does not confirm it"):
-        pair.hear(replace(pair.known, incarnation=0))
+        pair.greet(replace(pair.known, incarnation=0))
     with pytest.raises(StoreDenied, match="its certificate changed"):
-        pair.hear(replace(pair.known, tls_sha256="b" * 64))
+        pair.greet(replace(pair.known, tls_sha256="b" * 64))
     with pytest.raises(StoreDenied):
-        pair.hear(replace(pair.known, tls_sha256=""))
+        pair.greet(replace(pair.known, tls_sha256=""))
     assert book(pair.first)[pair.known.node_id].port == pair.known.port
 
 
-def test_a_node_whose_disk_was_put_back_is_found_again(pair: Pair) -> None:
-    """Its agent counts fewer starts than its peer knows: it is believed where it listens now, and when it leaves."""
+def test_a_node_with_a_restored_disk_is_found_again(pair: Pair) -> None:
+    """A restored disk has a lower start counter than the peer's record: the peer accepts the node's current address,
+    and its goodbye.
+    """
     pair.introduce(replace(pair.known, port=free_port(), incarnation=pair.known.incarnation + 3))
-    pair.hear(pair.known)
+    pair.greet(pair.known)
     assert book(pair.first) == {pair.known.node_id: pair.known}
     with pair.second.client() as owner:
         owner.call("POST", "/v1/peers", {"peers": [pair.first.endpoint.address().to_json()]})
@@ -163,31 +171,31 @@ def test_a_node_whose_disk_was_put_back_is_found_again(pair: Pair) -> None:
     assert pair.is_away()
 
 
-def test_without_tls_a_node_moves_on_its_own_host_alone(tmp_path: Path) -> None:
-    """The port changes once the agent has said so there; the host that a job has named stays."""
+def test_without_tls_only_the_port_of_a_node_can_change(tmp_path: Path) -> None:
+    """The port changes once the agent has confirmed it there. The host that a job named stays."""
     with running_agent(tmp_path / "a", *QUIET) as first, running_agent(tmp_path / "b", *QUIET) as second:
         pair = Pair(first, second)
         pair.introduce(replace(pair.known, port=free_port(), incarnation=0))
         with pytest.raises(StoreDenied, match="does not confirm"):
-            pair.hear(replace(pair.known, port=free_port()))
-        pair.hear(pair.known)
+            pair.greet(replace(pair.known, port=free_port()))
+        pair.greet(pair.known)
         assert book(first) == {pair.known.node_id: pair.known}
 
 
 @pytest.mark.parametrize("state", ["up", "stopped", "killed"])
-def test_no_node_says_goodbye_for_another(pair: Pair, state: str) -> None:
-    """A goodbye keeps copies from being made for an hour: it is the agent's own word, which is asked for, or none."""
+def test_no_node_can_say_goodbye_for_another(pair: Pair, state: str) -> None:
+    """A goodbye delays new copies for an hour, so the receiver asks the node's own agent to confirm it."""
     if state != "up":
         pair.second.signal(signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
     with pytest.raises(StoreDenied, match="does not confirm"):
-        pair.hear(pair.known, is_leaving=True)
+        pair.greet(pair.known, is_leaving=True)
     assert not pair.is_away()
-    (line,) = said_of(pair.first, "hello")
+    (line,) = logged_refusals(pair.first, "hello")
     assert pair.known.node_id in line
 
 
-def test_an_agent_that_leaves_is_believed(pair: Pair) -> None:
-    """And when it is back at another port, it is not away any more."""
+def test_the_goodbye_of_an_agent_is_accepted(pair: Pair) -> None:
+    """When the agent is back at another port, the node no longer counts as away."""
     with pair.second.client() as owner:
         owner.call("POST", "/v1/peers", {"peers": [pair.first.endpoint.address().to_json()]})
     pair.second.signal(signal.SIGTERM)
@@ -203,54 +211,54 @@ def test_an_agent_that_leaves_is_believed(pair: Pair) -> None:
 
 
 def test_a_flood_of_greetings_makes_few_connections(pair: Pair, tmp_path: Path) -> None:
-    """With a token of a known node: a few connections to the address that it names, and other nodes are heard meanwhile."""
+    """The sender has the token of a known node. Few connections go to the address in its greetings, and greetings of
+    other nodes are still accepted.
+    """
     met: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, running_agent(tmp_path / "c", *QUIET) as third:
         listener.settimeout(0.5)
         pair.introduce(third.endpoint.address())
-        thief = replace(pair.known, port=int(listener.getsockname()[1]), incarnation=pair.known.incarnation)
+        impostor = replace(pair.known, port=int(listener.getsockname()[1]), incarnation=pair.known.incarnation)
         began = time.monotonic()
         with pair.first.peer(10) as peer:
             for at in range(40):
                 kind = StoreUnavailable if at >= IN_A_ROW_MAX else StoreDenied
                 with pytest.raises(kind) if at >= IN_A_ROW_MAX else contextlib.suppress(kind):
-                    peer.call("POST", "/v1/hello", spoken(thief))
+                    peer.call("POST", "/v1/hello", greeting_of(impostor))
         made = IN_A_ROW_MAX + (time.monotonic() - began) // INTERVAL_S
         with contextlib.suppress(TimeoutError):
             while len(met) <= made:
                 met.append(listener.accept()[0])
-        pair.hear(third.endpoint.address())
+        pair.greet(third.endpoint.address())
     assert len(met) <= made
     for taken in met:
         taken.close()
     with pytest.raises(StoreUnavailable, match="more often than"):
-        pair.hear(pair.known, is_leaving=True)
+        pair.greet(pair.known, is_leaving=True)
 
 
 def beat_forever(connection: socket.socket) -> None:
-    """Gives signs of life and nothing else."""
+    """Sends heartbeats, and never an answer."""
     with contextlib.suppress(OSError):
         while True:
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             time.sleep(0.3)
 
 
-def test_a_peer_that_only_gives_signs_of_life_keeps_no_agent_from_leaving(tmp_path: Path) -> None:
-    """The goodbye has an end, and so has a round of re-protection that is under way."""
-    with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
+def test_a_peer_that_only_sends_heartbeats_does_not_keep_an_agent_from_leaving(tmp_path: Path) -> None:
+    """Both the goodbye and the current round of re-protection have a deadline."""
+    with running_agent(tmp_path / "a", *QUIET) as agent, fake_agent(beat_forever) as liar:
         with agent.client() as owner:
             owner.call("POST", "/v1/peers", {"peers": [replace(liar, node_id="b" * 12).to_json()]})
         agent.signal(signal.SIGTERM)
         assert agent.process.wait(25) == 0
 
 
-def test_a_peer_that_only_gives_signs_of_life_holds_up_no_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Re-protection looks at the others, and at this one again in the next round."""
-    monkeypatch.setattr(watch, "HOLDINGS_DEADLINE_S", 5.0)  # the agent answers within it on a busy machine, too
+def test_a_peer_that_only_sends_heartbeats_delays_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-protection continues with the other nodes, and asks this peer again in the next round."""
+    monkeypatch.setattr(watch, "HOLDINGS_DEADLINE_S", 5.0)  # enough for the agent to answer on a busy machine
     peers = PeerBook(tmp_path)
-    with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
+    with running_agent(tmp_path / "a", *QUIET) as agent, fake_agent(beat_forever) as liar:
         peers.learn([agent.endpoint.address(), liar])
         seen = {view.node_id: view.presence for view in watch.PeerWatch(peers, watch.SilenceTimeouts()).look()}
     assert seen == {agent.endpoint.node_id: Presence.UP, liar.node_id: Presence.ASSUMED}

@@ -1,4 +1,4 @@
-"""A bucket whose server lies: listings, sizes, answers and redirects over the wire, to each client that speaks S3."""
+"""A bucket with a hostile server: listings, sizes, answers and redirects over the wire, with each of the S3 clients."""
 
 import gzip
 import threading
@@ -33,7 +33,7 @@ SECRET_ELSEWHERE = b"what another host holds"
 
 @contextmanager
 def serving(reply: Reply) -> Iterator[tuple[Server, list[str]]]:
-    """A server that answers each request as told, and the first lines of those that came."""
+    """A server that answers each request with `reply`. Yields the server and the request lines that it received."""
     asked: list[str] = []
 
     class Connection(BaseRequestHandler):
@@ -61,7 +61,7 @@ def serving(reply: Reply) -> Iterator[tuple[Server, list[str]]]:
 
 @pytest.fixture(autouse=True)
 def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """s3fs has a loop of its own around the client's, and an end of listings in our hands alone."""
+    """s3fs retries on top of its client's retries, and only the package limits its listings."""
     monkeypatch.setattr(fsspec_client, "LIST_TIMEOUT_S", 3.0)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
 
@@ -86,7 +86,7 @@ def answer(body: bytes, status: str = "200 OK", *heads: str) -> Iterator[bytes]:
 
 
 def page(inside: str, *, more: str | None = None) -> bytes:
-    """A page of a listing; `more`: the token of the next one."""
+    """A page of a listing. `more`: the token of the next page."""
     is_cut = "true" if more is not None else "false"
     token = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
     return (
@@ -144,8 +144,8 @@ LISTINGS: dict[str, Reply] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_a_listing_is_read_or_is_one_of_our_errors(kind: str, listing: str, stopwatch: Stopwatch) -> None:
-    """Whatever a bucket's server answers, a look ends soon: with what is there, or with a typed error that names it."""
+def test_a_listing_is_read_or_raises_an_error_of_the_package(kind: str, listing: str, stopwatch: Stopwatch) -> None:
+    """Whatever the server answers, a listing soon returns keys, or raises an error of the package."""
     began = stopwatch.now()
     with client_of(kind, LISTINGS[listing]) as (client, _), memory_at_most(1 << 30):
         try:
@@ -167,7 +167,7 @@ ENDLESS: dict[str, Reply] = {
 
 @pytest.mark.parametrize("listing", ENDLESS)
 def test_a_listing_without_end_takes_neither_memory_nor_time(listing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one error says what there is too much of."""
+    """The error names the limit that was exceeded."""
     monkeypatch.setattr(s3, "LISTED_MAX", 5_000)
     monkeypatch.setattr(bodies, "PAGES_MAX", 50)
     with client_of("s3", ENDLESS[listing]) as (client, asked), memory_at_most(1 << 30):
@@ -184,8 +184,8 @@ ESCAPES = ["../x", "runs/one/../../x", "runs/one/..", "runs/onex/y", "runs/one/s
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", [*ESCAPES, "runs/one/" + "k" * 100_000, "runs/one/a/b/c/__0_0.distcp"])
-def test_keys_from_elsewhere_are_no_checkpoints(kind: str, key: str) -> None:
-    """A key outside of what was asked for is none, or an error: nothing is asked for beyond the prefix."""
+def test_keys_outside_the_prefix_are_no_checkpoints(kind: str, key: str) -> None:
+    """A key outside of the prefix is ignored or raises an error, and no request goes beyond the prefix."""
 
     def reply(head: Head) -> Iterator[bytes]:
         if "list-type=2" not in head.first[1]:
@@ -206,8 +206,10 @@ def test_keys_from_elsewhere_are_no_checkpoints(kind: str, key: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary"])
-def test_no_redirection_leads_to_another_host(kind: str, status: str) -> None:
-    """Neither keys nor what another host would answer go there: the metadata service of a cloud is such a host."""
+def test_no_redirect_leads_to_another_host(kind: str, status: str) -> None:
+    """The clients send no credentials to another host, and return none of its content. A cloud's metadata service is
+    such a host.
+    """
     with serving(always(SECRET_ELSEWHERE)) as (elsewhere, asked_there):
         head = (f"Location: {elsewhere.endpoint_url}/bucket/x", "x-amz-bucket-region: 127.0.0.1/#")
         with client_of(kind, always(b"", status, *head)) as (client, _):
@@ -228,8 +230,10 @@ def test_no_redirection_leads_to_another_host(kind: str, status: str) -> None:
         (("Content-Length: 10",), b"x" * 20),
     ],
 )
-def test_a_range_is_as_long_as_was_asked_or_an_error(kind: str, heads: Sequence[str], body: bytes) -> None:
-    """Another length, and what is packed, is not taken for the bytes of a shard, and costs no memory."""
+def test_a_range_has_the_requested_length_or_raises_an_error(kind: str, heads: Sequence[str], body: bytes) -> None:
+    """An answer with another length or a content encoding is not taken for the bytes of a shard, and takes no extra
+    memory.
+    """
     with client_of(kind, always(body, "206 Partial Content", *heads)) as (client, _), memory_at_most(1 << 29):
         target = bytearray(10)
         with suppress(ReplicatedCkptError):

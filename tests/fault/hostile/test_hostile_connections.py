@@ -1,4 +1,4 @@
-"""Connections that are made to cost: handshakes that stall or begin again, and peers that send a request elsewhere."""
+"""Expensive connections: TLS handshakes that stall or resume, and peers that redirect a request."""
 
 import contextlib
 import socket
@@ -16,7 +16,7 @@ from replicated_ckpt.errors import PeerProtocolError, StoreDenied, StoreUnavaila
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.reach import is_time_out
 from tests.agent.agents import RunningAgent, running_agent
-from tests.fault.hostile.test_hostile_peers import answering, saying
+from tests.fault.hostile.test_hostile_peers import fake_agent, reply_with
 from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -24,14 +24,14 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
-    """One that speaks TLS alone."""
+    """An agent that accepts only TLS."""
     with running_agent(tmp_path_factory.mktemp("tls") / "a", "--host", "0.0.0.0") as running:
         assert running.endpoint.tls_sha256
         yield running
 
 
 def hello() -> bytes:
-    """What a client says first in a handshake."""
+    """The first message of a client in a handshake."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="agent").do_handshake()
@@ -39,7 +39,7 @@ def hello() -> bytes:
 
 
 def seconds_open(connection: socket.socket, *, trickle: bytes) -> float:
-    """How long the agent keeps a connection on which a byte comes now and then, or none."""
+    """How long the agent keeps a connection on which the bytes of `trickle` arrive one by one."""
     began, rest = time.monotonic(), iter(trickle)
     connection.settimeout(0.5)
     while time.monotonic() - began < 60:
@@ -54,8 +54,10 @@ def seconds_open(connection: socket.socket, *, trickle: bytes) -> float:
     return time.monotonic() - began
 
 
-def test_a_handshake_that_stalls_ends_and_keeps_nobody_out(agent: RunningAgent, stopwatch: Stopwatch) -> None:
-    """Half a hello, or a byte now and then: the agent answers others meanwhile, and closes after one time-out."""
+def test_a_stalled_handshake_ends_and_blocks_nobody(agent: RunningAgent, stopwatch: Stopwatch) -> None:
+    """Many handshakes are incomplete, or arrive byte by byte: the agent answers others meanwhile, and closes these
+    after one time-out.
+    """
     first, address = hello(), ("127.0.0.1", agent.endpoint.port)
     with contextlib.ExitStack() as held:
         stalled = [held.enter_context(socket.create_connection(address, 10)) for _ in range(50)]
@@ -68,8 +70,10 @@ def test_a_handshake_that_stalls_ends_and_keeps_nobody_out(agent: RunningAgent, 
         assert seconds_open(stalled[0], trickle=first[100:]) < 30
 
 
-def test_no_session_goes_on_from_another(agent: RunningAgent) -> None:
-    """A client of TLS 1.2, which may resume a session and negotiate again, is refused; one of TLS 1.3 gets no ticket."""
+def test_no_tls_session_can_be_resumed(agent: RunningAgent) -> None:
+    """The agent refuses TLS 1.2, which allows session resumption and renegotiation. A TLS 1.3 client gets no session
+    ticket.
+    """
     address = ("127.0.0.1", agent.endpoint.port)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -87,8 +91,8 @@ def test_no_session_goes_on_from_another(agent: RunningAgent) -> None:
 
 
 @contextmanager
-def greeting_slowly(pieces: Callable[[], Iterator[bytes]]) -> Iterator[AgentAddress]:
-    """A peer that answers a handshake by what it likes, a piece each half second."""
+def slow_handshake_peer(pieces: Callable[[], Iterator[bytes]]) -> Iterator[AgentAddress]:
+    """A peer that answers a handshake with `pieces`, one each half second."""
     stopping = threading.Event()
 
     def serve(listener: socket.socket) -> None:
@@ -112,24 +116,24 @@ def greeting_slowly(pieces: Callable[[], Iterator[bytes]]) -> Iterator[AgentAddr
             thread.join(10)
 
 
-@pytest.mark.parametrize("says", [b"", b"\x16\x03\x03\x3f\xff\x02"])
-def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(says: bytes, stopwatch: Stopwatch) -> None:
-    """Silent, or with a byte of a long message every half second: the client gives up as it does of any silence."""
+@pytest.mark.parametrize("first", [b"", b"\x16\x03\x03\x3f\xff\x02"])
+def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(first: bytes, stopwatch: Stopwatch) -> None:
+    """The peer is silent, or sends a long message byte by byte: the client times out as with any silent peer."""
 
     def pieces() -> Iterator[bytes]:
-        yield says
+        yield first
         while True:
-            yield b"\0" if says else b""
+            yield b"\0" if first else b""
 
-    with greeting_slowly(pieces) as address, AgentClient(address, 2) as client:
+    with slow_handshake_peer(pieces) as address, AgentClient(address, 2) as client:
         began = stopwatch.now()
         with pytest.raises(StoreUnavailable):
             client.call("GET", "/v1/status?brief=1")
         assert stopwatch.now() - began < 10
 
 
-def test_a_peer_that_works_for_too_long_is_not_taken_for_one_that_has_gone() -> None:
-    """It lives, by its heartbeats: the error has the deadline, and no advice to look for a broken connection."""
+def test_a_peer_that_works_too_long_does_not_count_as_unreachable() -> None:
+    """The peer sends heartbeats: the error names the deadline, and gives no advice about a broken connection."""
 
     def works(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -137,24 +141,26 @@ def test_a_peer_that_works_for_too_long_is_not_taken_for_one_that_has_gone() -> 
                 connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
                 time.sleep(0.2)
 
-    with answering(works) as peer, AgentClient(peer, 5) as client:
+    with fake_agent(works) as peer, AgentClient(peer, 5) as client:
         with pytest.raises(StoreUnavailable, match="has not ended within 1 s") as raised, client.within(1):
             client.call("GET", "/v1/status")
         assert is_time_out(raised.value)
 
 
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
-def test_a_peer_sends_no_request_elsewhere(status: int) -> None:
-    """A redirection is a wrong answer: neither token nor shard goes to another place, and nothing comes from there."""
+def test_a_client_follows_no_redirect(status: int) -> None:
+    """The client treats a redirect as an invalid answer: it sends neither token nor shard to the other address, and
+    reads nothing from there.
+    """
     asked: list[bytes] = []
 
     def elsewhere(connection: socket.socket) -> None:
-        asked.append(b"somebody came")
-        saying("200 OK\r\nContent-Length: 2", b"{}")(connection)
+        asked.append(b"a connection")
+        reply_with("200 OK\r\nContent-Length: 2", b"{}")(connection)
 
-    with answering(elsewhere) as other:
+    with fake_agent(elsewhere) as other:
         head = f"{status} Elsewhere\r\nLocation: http://127.0.0.1:{other.port}/v1/status\r\nContent-Length: 0"
-        with answering(saying(head)) as liar:
+        with fake_agent(reply_with(head)) as liar:
             with AgentClient(liar, 2) as client, pytest.raises(PeerProtocolError, match=str(status)):
                 client.call("GET", "/v1/status")
             with AgentClient(liar, 2) as client, pytest.raises(PeerProtocolError, match=str(status)):
@@ -164,16 +170,16 @@ def test_a_peer_sends_no_request_elsewhere(status: int) -> None:
     assert asked == []
 
 
-def test_an_agent_follows_no_redirection_when_it_calls_back(tmp_path: Path) -> None:
-    """A node that says that it has moved is called at its own address, and nowhere else."""
+def test_an_agent_follows_no_redirect_when_it_calls_back(tmp_path: Path) -> None:
+    """An agent that checks a node's new address connects to that address only."""
     asked: list[bytes] = []
 
     def elsewhere(connection: socket.socket) -> None:
         asked.append(b"somebody came")
 
-    with answering(elsewhere) as other, running_agent(tmp_path / "a") as running:
+    with fake_agent(elsewhere) as other, running_agent(tmp_path / "a") as running:
         head = f"307 Elsewhere\r\nLocation: http://127.0.0.1:{other.port}/v1/status\r\nContent-Length: 0"
-        with answering(saying(head)) as liar:
+        with fake_agent(reply_with(head)) as liar:
             known = replace(liar, node_id="b" * 12, incarnation=1)
             with running.client() as owner:
                 owner.call("POST", "/v1/peers", {"peers": [known.to_json()], "session": "s"})

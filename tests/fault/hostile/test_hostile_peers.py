@@ -1,4 +1,4 @@
-"""Peers, files and links that lie: no crash, no memory for what is only promised, nothing outside the root."""
+"""Hostile peers, files and links: no crash, no memory for announced sizes, no access outside of the root."""
 
 import contextlib
 import json
@@ -50,8 +50,8 @@ SAVE = f"{1:032x}"
 
 
 @contextmanager
-def answering(answer: Callable[[socket.socket], None]) -> Iterator[AgentAddress]:
-    """Somebody who has the address of an agent, takes any request and answers as told."""
+def fake_agent(answer: Callable[[socket.socket], None]) -> Iterator[AgentAddress]:
+    """A fake agent that accepts any request and answers with `answer`."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -74,7 +74,7 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[AgentAddress]
         thread.join(10)
 
 
-def saying(head: str, body: bytes = b"") -> Callable[[socket.socket], None]:
+def reply_with(head: str, body: bytes = b"") -> Callable[[socket.socket], None]:
     return lambda connection: connection.sendall(f"HTTP/1.1 {head}\r\n\r\n".encode() + body)
 
 
@@ -87,24 +87,24 @@ def endless(connection: socket.socket) -> None:
 ANSWERS: dict[str, Callable[[socket.socket], None]] = {
     "nothing": lambda connection: None,
     "no HTTP": lambda connection: connection.sendall(b"\x00" * 100),
-    "more than is promised": saying("200 OK\r\nContent-Length: 2", b"[]{}{}"),
-    "less than is promised": saying("200 OK\r\nContent-Length: 999", b"{}"),
-    "a length beyond measure": saying(f"200 OK\r\nContent-Length: {10**30}", b"{}"),
-    "a length below zero": saying("200 OK\r\nContent-Length: -7", b"{}"),
-    "no JSON": saying("200 OK\r\nContent-Length: 2", b"{{"),
-    "deep JSON": saying("200 OK\r\nContent-Length: 1000000", b"[" * 1_000_000),
-    "a deep refusal": saying("500 No\r\nContent-Length: 1000000", b"[" * 1_000_000),
-    "a list": saying("200 OK\r\nContent-Length: 2", b"[]"),
-    "a chunk beyond measure": saying("200 OK\r\nTransfer-Encoding: chunked", b"ffffffffffffffffffff\r\n{}"),
-    "headers without end": saying("200 OK\r\n" + "X: y\r\n" * 10_000),
+    "more bytes than announced": reply_with("200 OK\r\nContent-Length: 2", b"[]{}{}"),
+    "fewer bytes than announced": reply_with("200 OK\r\nContent-Length: 999", b"{}"),
+    "a huge length": reply_with(f"200 OK\r\nContent-Length: {10**30}", b"{}"),
+    "a negative length": reply_with("200 OK\r\nContent-Length: -7", b"{}"),
+    "no JSON": reply_with("200 OK\r\nContent-Length: 2", b"{{"),
+    "deep JSON": reply_with("200 OK\r\nContent-Length: 1000000", b"[" * 1_000_000),
+    "a deep refusal": reply_with("500 No\r\nContent-Length: 1000000", b"[" * 1_000_000),
+    "a list": reply_with("200 OK\r\nContent-Length: 2", b"[]"),
+    "a huge chunk": reply_with("200 OK\r\nTransfer-Encoding: chunked", b"ffffffffffffffffffff\r\n{}"),
+    "headers without end": reply_with("200 OK\r\n" + "X: y\r\n" * 10_000),
     "a body without end": endless,
 }
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_any_answer_is_one_of_our_errors(answer: Callable[[socket.socket], None]) -> None:
-    """Whatever a peer answers to a question, a range or an upload, a typed error says so, and soon."""
-    with answering(answer) as address:
+def test_any_bad_answer_raises_an_error_of_the_package(answer: Callable[[socket.socket], None]) -> None:
+    """Whatever a peer answers to a call, a range read or an upload, the client soon raises an error of the package."""
+    with fake_agent(answer) as address:
         with AgentClient(address, 2) as client, pytest.raises((PeerProtocolError, StoreUnavailable)):
             client.call("GET", "/v1/status")
         with AgentClient(address, 2) as client, pytest.raises((PeerProtocolError, StoreUnavailable)):
@@ -115,11 +115,11 @@ def test_any_answer_is_one_of_our_errors(answer: Callable[[socket.socket], None]
         upload.close()
 
 
-def test_a_refusal_is_no_larger_than_it_should_be() -> None:
-    """A peer's message goes into our error, and not megabytes of it."""
+def test_a_refusal_is_cut_to_a_maximum_length() -> None:
+    """The error quotes at most the beginning of a peer's message."""
     body = json.dumps({"error": "x" * 5_000_000}).encode()
     with (
-        answering(saying(f"503 No\r\nContent-Length: {len(body)}", body)) as address,
+        fake_agent(reply_with(f"503 No\r\nContent-Length: {len(body)}", body)) as address,
         AgentClient(address) as client,
         pytest.raises(StoreUnavailable) as raised,
     ):
@@ -130,15 +130,15 @@ def test_a_refusal_is_no_larger_than_it_should_be() -> None:
 @pytest.mark.parametrize("body", [b'{"error": "a\\nb\\u001b[2J", "hint": "c\\r\\nd"}', b"a\nb\x1b[2J"])
 @pytest.mark.parametrize("status", [400, 403, 404, 409, 410, 422, 503, 507])
 def test_a_refusal_is_one_line(body: bytes, status: int) -> None:
-    """It goes into logs and onto terminals: a peer's words end no line there, and steer nothing."""
+    """The peer's text goes to logs and terminals: its line ends and control characters are escaped."""
     error = refusal(status, body, "node b", "GET", "/v1/holdings")
     assert r"a\nb\x1b[2J" in error.message
     assert all(text.isprintable() for text in (error.message, error.hint))
 
 
-def test_a_file_is_taken_as_it_was_promised() -> None:
-    """One that is said to be larger than any is not asked for; one that the peer has shortened is an error."""
-    with answering(endless) as address, AgentClient(address, 2) as client:
+def test_a_file_must_have_the_announced_size() -> None:
+    """A file with an impossible size is not requested. A file that the peer has shortened raises an error."""
+    with fake_agent(endless) as address, AgentClient(address, 2) as client:
         with pytest.raises(ManifestInvalid):
             client.fetch_file("/v1/files/.metadata", 1 << 50)
         with pytest.raises(PeerProtocolError):
@@ -154,8 +154,8 @@ POISON: list[Mapping[str, Any]] = [
 
 
 @pytest.mark.parametrize("poison", POISON, ids=str)
-def test_an_address_that_cannot_be_one_is_none(tmp_path: Path, poison: Mapping[str, Any]) -> None:
-    """It is refused where it comes in, and in an address book it hides no other."""
+def test_an_invalid_address_is_refused(tmp_path: Path, poison: Mapping[str, Any]) -> None:
+    """An invalid address is refused on receipt. In an address book, it does not hide the valid ones."""
     with pytest.raises(ValueError, match="not an address"):
         AgentAddress.from_json({**ADDRESS, **poison})
     good = AgentAddress.from_json(ADDRESS)
@@ -164,8 +164,8 @@ def test_an_address_that_cannot_be_one_is_none(tmp_path: Path, poison: Mapping[s
 
 
 @pytest.mark.parametrize("host", ["a" * 100, "..", "a..b", "%", ":"])
-def test_a_host_that_has_no_address_is_out_of_reach(host: str) -> None:
-    """And not the end of whoever talks to it."""
+def test_a_host_without_an_address_is_unreachable(host: str) -> None:
+    """The client raises StoreUnavailable, and no error of the resolver or of TLS."""
     with (
         AgentClient(AgentAddress("n", host, 1, "t", tls_sha256="f" * 64), 2) as client,
         pytest.raises(StoreUnavailable),
@@ -173,9 +173,9 @@ def test_a_host_that_has_no_address_is_out_of_reach(host: str) -> None:
         client.call("GET", "/v1/status")
 
 
-def test_poison_does_not_end_re_protection(tmp_path: Path) -> None:
-    """Peers that cannot be talked to are met, and the rounds go on."""
-    with running_agent(tmp_path / "a", "--round-every-s", "1") as agent, answering(ANSWERS["deep JSON"]) as liar:
+def test_invalid_addresses_do_not_end_re_protection(tmp_path: Path) -> None:
+    """The agent gets greetings with unusable addresses, and its rounds of re-protection continue."""
+    with running_agent(tmp_path / "a", "--round-every-s", "1") as agent, fake_agent(ANSWERS["deep JSON"]) as liar:
         book = [
             {**ADDRESS, "node_id": f"{number:012x}", **poison}
             for number, poison in enumerate([*POISON, {"host": "a" * 100}, {"port": liar.port}])
@@ -195,16 +195,16 @@ def status_of(agent: RunningAgent) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sequence", [-1, SEQUENCE_MAX + 1, 1 << 100])
-def test_no_sequence_beyond_measure_is_believed(sequence: int) -> None:
-    """Else the next save would have a number that no manifest may have."""
+def test_a_sequence_out_of_range_is_refused(sequence: int) -> None:
+    """Otherwise the next save would get a sequence that no manifest may have."""
     fields = Holding("n", "step-1", SAVE, 1, has_metadata=True, sizes={shard(0): 1}).to_json()
     assert Holding.from_json({**fields, "sequence": SEQUENCE_MAX}).sequence == SEQUENCE_MAX
     with pytest.raises(ValueError, match="no valid holding"):
         Holding.from_json({**fields, "sequence": sequence})
 
 
-def test_what_is_only_said_leaves_room_to_count_on(tmp_path: Path) -> None:
-    """However large a sequence somebody names to an agent, the next save gets one that a manifest may have."""
+def test_a_reported_sequence_leaves_room_for_later_saves(tmp_path: Path) -> None:
+    """However large a sequence a client reports, the next save gets one that a manifest may have."""
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
         client.call("POST", "/v1/sequence", {"lineage": "a" * 16, "sequence": 1 << 100, "save_id": SAVE, "reader": "r"})
         document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
@@ -222,7 +222,7 @@ def tail_of(data_bytes: int, block_bytes: int) -> bytes:
 
 @contextmanager
 def memory_at_most(size_bytes: int) -> Iterator[None]:
-    """Whoever asks for more than so much in addition gets a MemoryError."""
+    """In this block, an allocation of more than `size_bytes` in addition raises MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + size_bytes, before[1]))
@@ -233,8 +233,10 @@ def memory_at_most(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 64, 4096])
-def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes: int) -> None:
-    """A sparse file of a tebibyte, or a peer that says that it has one, whose end asks for gigabytes of checksums."""
+def test_a_footer_that_would_fill_the_memory_is_refused(tmp_path: Path, block_bytes: int) -> None:
+    """The end of a sparse file of a tebibyte announces gigabytes of checksums: reading it locally or from a peer raises
+    ObjectCorrupt.
+    """
     data = 1 << 40
     size = data + 4 * (data // block_bytes) + FOOTER_TAIL_BYTES
     tail = tail_of(data, block_bytes)
@@ -247,12 +249,12 @@ def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes
     head = f"206 Partial\r\nContent-Length: {len(end)}"
 
     def twice(connection: socket.socket) -> None:
-        """A bad footer is read a second time, on the same connection."""
-        saying(head, end)(connection)
+        """Answers twice: a client reads a bad footer again, on the same connection."""
+        reply_with(head, end)(connection)
         connection.recv(1 << 16)
-        saying(head, end)(connection)
+        reply_with(head, end)(connection)
 
-    with answering(twice) as address, memory_at_most(1 << 30):
+    with fake_agent(twice) as address, memory_at_most(1 << 30):
         with pytest.raises(ObjectCorrupt, match="footer"):
             ShardFile(partial(os.open, path, os.O_RDONLY), "here", shard(0), Expected(size, 7)).open()
         with pytest.raises(ObjectCorrupt, match="footer"):
@@ -260,7 +262,7 @@ def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes
 
 
 def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
-    """A manifest and a .metadata of terabytes, staged or committed, are not believed, and cost no memory."""
+    """A manifest and a .metadata of 4 GiB, committed and staged, are refused without reading them into memory."""
     store = LocalStore(tmp_path / "a")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
     staged = LocalStore(tmp_path / "b")
@@ -287,7 +289,7 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def linked(tmp_path: Path) -> LocalStore:
-    """A store with a checkpoint, a link that leads out to another one's, and one that stays inside."""
+    """A store with a checkpoint, a link to a directory outside, a link that stays inside, and a link to itself."""
     store, other = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "outside")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
     checkpointed([other], 2, {shard(0): (0,)}, copies=1, size_bytes=1000)
@@ -298,7 +300,7 @@ def linked(tmp_path: Path) -> LocalStore:
 
 
 def test_nothing_is_read_through_a_link_that_leads_out(linked: LocalStore) -> None:
-    """Also where a whole checkpoint lies at its other end; a link inside the root is as good as its target."""
+    """This holds even if the link leads to a complete checkpoint. A link inside the root works like its target."""
     other = f"{2:032x}"
     for checkpoint_id in ("out/step-1", "out", "loop", "loop/x"):
         for name in (shard(0), ".metadata", ".manifest.json"):
@@ -311,7 +313,9 @@ def test_nothing_is_read_through_a_link_that_leads_out(linked: LocalStore) -> No
 
 
 def test_nothing_is_written_through_a_link_that_leads_out(linked: LocalStore) -> None:
-    """A save under such a name is refused when it opens; one whose manifest names it is published as it was opened."""
+    """A save with such a name is refused when it opens. If only its manifest has such a name, the save is published
+    under the name that it was opened with.
+    """
     outside = linked.root.parent / "outside"
     before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
     for checkpoint_id in ("out/step-1", "out/new", "loop/new"):
@@ -328,13 +332,13 @@ def test_nothing_is_written_through_a_link_that_leads_out(linked: LocalStore) ->
 
 
 def test_staged_files_are_no_links(linked: LocalStore) -> None:
-    """A link that waits where a file is to be received is not followed."""
+    """If a link has the name of a file that is about to be received, the link is not followed."""
     victim = linked.root.parent / "victim"
     victim.write_bytes(b"as it was")
     linked.begin(Intent("5" * 32, "step-5", "s", overwrite=False))
     path = linked.path_of_staged("5" * 32, shard(0))
     path.with_name(path.name + ".part").symlink_to(victim)
     sink = FileSink.create(path)
-    sink.write(memoryview(b"what is received"))
+    sink.write(memoryview(b"received bytes"))
     sink.discard()
     assert victim.read_bytes() == b"as it was"

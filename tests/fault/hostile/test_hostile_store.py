@@ -1,4 +1,4 @@
-"""A store or a bucket that others write: what lies there hangs nothing, fills no memory, and costs no other checkpoint."""
+"""A store or a bucket that others can write: no file blocks a call, fills the memory, or affects another checkpoint."""
 
 import os
 import shutil
@@ -36,14 +36,14 @@ TERABYTE = 1 << 40
 
 
 def filled(path: Path) -> None:
-    """As large as a disk, and of no bytes."""
+    """Replaces the file by a sparse one of a terabyte."""
     path.unlink()
     with path.open("wb") as file:
         file.truncate(TERABYTE)
 
 
 def piped(path: Path) -> None:
-    """Whoever opens it to read waits for a writer."""
+    """Replaces the file by a named pipe: a process that opens it for reading waits for a writer."""
     path.unlink()
     os.mkfifo(path)
 
@@ -53,7 +53,7 @@ WAYS: dict[str, Callable[[Path], None]] = {"a pipe": piped, "a terabyte": filled
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """Two checkpoints of ours, one that stock torch could have written, and a save that is under way."""
+    """A store with two checkpoints of the package, one that stock torch could have written, and an open save."""
     store = LocalStore(tmp_path / "root")
     for number, name in ((1, "step-1"), (2, "step-2")):
         checkpointed([store], number, {shard(0): (0,)}, copies=1, size_bytes=1000, checkpoint_id=name)
@@ -74,8 +74,10 @@ PLACES = ["step-1/.metadata", "step-1/.manifest.json", "step-1/__0_0.distcp", "s
 @pytest.mark.parametrize(
     "place", [*PLACES, ".staging/{save}/.manifest.json", ".staging/{save}/.metadata", ".staging/{save}.json"]
 )
-def test_one_file_does_not_stop_the_looks(store: LocalStore, way: str, place: str) -> None:
-    """Whatever it is in place of, the node says what else it holds, soon, and its check finds the other one intact."""
+def test_one_bad_file_does_not_stop_listings(store: LocalStore, way: str, place: str) -> None:
+    """Whichever file of step-1, of the stock checkpoint or of the open save is replaced: the node soon lists step-2,
+    and finds it intact.
+    """
     WAYS[way](store.root / place.format(save="c" * 32))
     fresh, node = LocalStore(store.root), store.node_id()
     held = {holding.checkpoint_id for holding in fresh.catalog.holdings(node)}
@@ -93,7 +95,7 @@ def test_one_file_does_not_stop_the_looks(store: LocalStore, way: str, place: st
 
 
 def test_an_agent_answers_from_a_store_with_pipes(store: LocalStore) -> None:
-    """Every route that looks at all of it, and one that is asked for the file itself."""
+    """This covers each route that reads the whole store, and the route for the file itself."""
     save_id = store.catalog.save_id_of("step-1")
     for place in ("step-1/__0_0.distcp", "stock/.metadata", f".staging/{'c' * 32}/.manifest.json"):
         piped(store.root / place)
@@ -107,7 +109,7 @@ def test_an_agent_answers_from_a_store_with_pipes(store: LocalStore) -> None:
 
 
 def sparse_shard(directory: Path, kind: str) -> VerifiedShard:
-    """A file as large as a disk that is, by what is said of it, one item."""
+    """A sparse file of a terabyte, described as one item."""
     path = directory / "step-1" / shard(0)
     path.parent.mkdir()
     path.touch()
@@ -121,7 +123,7 @@ def sparse_shard(directory: Path, kind: str) -> VerifiedShard:
 
 @pytest.mark.parametrize("kind", ["ours", "stock's"])
 def test_an_item_of_a_terabyte_is_a_bad_copy(tmp_path: Path, kind: str) -> None:
-    """One for which there is no memory is an error of that copy, after which a load asks the next one."""
+    """An item that does not fit into memory is an error of that copy, after which a load tries the next copy."""
     reader = sparse_shard(tmp_path, kind).open()
     with memory_at_most(1 << 30), pytest.raises(ObjectCorrupt, match=f"item of {TERABYTE} bytes does not fit"):
         reader.read(0, TERABYTE)
@@ -132,15 +134,15 @@ def mark_of(sequence: int) -> bytes:
     return CommitMark("a" * 32, sequence, 1.0, 1, 2, has_own_prefix=False, lineage="b" * 16).encode()
 
 
-def test_a_mark_counts_no_further_than_a_manifest() -> None:
-    """Else one object in the bucket would end every look of several ranks at it."""
+def test_a_mark_has_the_same_largest_sequence_as_a_manifest() -> None:
+    """Otherwise one object in the bucket would break every listing of checkpoints by several ranks."""
     assert decode_mark(mark_of(SEQUENCE_MAX)) is not None
     assert decode_mark(mark_of(SEQUENCE_MAX + 1)) is None
     assert decode_mark(mark_of((1 << 64) - 1)) is None
 
 
-def test_a_bucket_says_no_size_that_is_believed(tmp_path: Path) -> None:
-    """An object of a terabyte, and sizes below zero, are findings and errors of ours, and cost no memory."""
+def test_sizes_in_a_bucket_are_checked(tmp_path: Path) -> None:
+    """Objects of a terabyte and negative sizes become findings and errors of the package, and take no memory."""
     bucket = Bucket(DirectoryClient(ObjectTarget(f"file://{tmp_path}", {})))
     directory = tmp_path / "step-1"
     directory.mkdir()

@@ -1,4 +1,6 @@
-"""The front door under random and hostile input: refused or answered, nothing leaves the root, and the agent goes on."""
+"""The HTTP server under random and hostile input: each request is answered or refused, no file outside of the root is
+touched, and the agent keeps running.
+"""
 
 import contextlib
 import json
@@ -48,7 +50,7 @@ RSS_MAX_KIB = 300 << 10
 
 @dataclass
 class Server:
-    """An agent's front door in this process. `outside` lies beside the root and must stay as it is."""
+    """An agent's HTTP server in this process. `outside` is next to the root, and must not change."""
 
     store: LocalStore
     port: int
@@ -107,7 +109,7 @@ VERBS = [
 
 @pytest.mark.parametrize("token", ["", "x" * 32, TOKEN[:-1], TOKEN + "t", "ü" * 16])
 def test_no_verb_without_the_token(server: Server, token: str) -> None:
-    """Every verb is refused, says nothing of what is here, and changes nothing."""
+    """Every verb is refused, returns nothing about the store, and changes nothing."""
     before = server.tree()
     for method, path in VERBS:
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 2\r\n\r\n{{}}"
@@ -138,7 +140,7 @@ HEAD = st.sampled_from(
 @FUZZ
 @given(st.sampled_from(VERBS), st.lists(HEAD, max_size=4), st.binary(max_size=60))
 def test_random_framing(server: Server, verb: tuple[str, str], heads: list[str], body: bytes) -> None:
-    """Contradicting lengths, encodings and ranges, with the right token: an answer or an end, and nothing breaks."""
+    """The requests have the right token, but contradicting lengths, encodings and ranges: the server keeps working."""
     method, path = verb
     if path.endswith(("/shutdown", "/commit", "/abort")):
         return
@@ -198,7 +200,7 @@ FIELDS = (
     st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6),
 )
 def test_wrong_types_in_documents(server: Server, path: str, document: dict[str, Any]) -> None:
-    """Any JSON in any field is done or refused with a typed error, never a defect of the agent's."""
+    """Any JSON in any field is accepted or refused with an error of the package. The agent never raises anything else."""
     with server.client() as client, contextlib.suppress(ReplicatedCkptError):
         client.call("POST", path, document)
     server.assert_well()
@@ -208,7 +210,7 @@ def test_wrong_types_in_documents(server: Server, path: str, document: dict[str,
 
 
 def test_bombs_take_no_memory(tmp_path: Path) -> None:
-    """Deep and wide JSON, endless bodies, and more connections than are served: the process stays small and answers."""
+    """Deep and wide JSON, oversized bodies, and more connections than the limit: the process stays small and answers."""
     with running_agent(tmp_path / "a") as agent:
 
         def sent(body: bytes, path: str = "/v1/peers") -> None:
@@ -229,13 +231,13 @@ def test_bombs_take_no_memory(tmp_path: Path) -> None:
             assert client.call("GET", "/v1/status")["node_id"] == agent.endpoint.node_id
 
 
-def test_a_file_system_that_denies_is_told_from_a_wrong_token(server: Server) -> None:
-    """401 is the token's; what the disk denies is another refusal, and both arrive as StoreDenied."""
+def test_a_wrong_token_is_named_in_the_error(server: Server) -> None:
+    """The client raises StoreDenied for a wrong token, with a message that names the token."""
     with server.client("wrong") as client, pytest.raises(StoreDenied, match="token"):
         client.call("GET", "/v1/status")
 
 
-# What is parsed ------------------------------------------------------------------------------------------------------
+# Parsers -------------------------------------------------------------------------------------------------------------
 
 MANIFEST = b'{"crc32c":%d,\n"manifest":%s}\n'
 
@@ -243,7 +245,7 @@ MANIFEST = b'{"crc32c":%d,\n"manifest":%s}\n'
 @FUZZ
 @given(st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_random_manifests(raw: bytes) -> None:
-    """Anything but a manifest is ManifestInvalid."""
+    """Random bytes and JSON raise ManifestInvalid."""
     with pytest.raises(ManifestInvalid):
         decode_manifest(raw, "here")
 
@@ -251,7 +253,7 @@ def test_random_manifests(raw: bytes) -> None:
 @FUZZ
 @given(st.binary(max_size=200), st.integers(0, 1 << 70))
 def test_random_footers(raw: bytes, size: int) -> None:
-    """Random bytes are no footer, whatever size the file is said to have."""
+    """Random bytes are never a footer, whatever the size of the file."""
     assert footer_bytes_of(raw[-FOOTER_TAIL_BYTES:], size) is None or len(raw) >= FOOTER_TAIL_BYTES
     assert decode_footer(raw, size) is None
 
@@ -264,7 +266,7 @@ def test_random_footers(raw: bytes, size: int) -> None:
     )
 )
 def test_random_documents(kind: Any, value: dict[str, Any]) -> None:
-    """What peers send is a value of ours or one of the errors that every caller expects."""
+    """A peer's document becomes a value of the package, or raises an error that every caller handles."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         kind.from_json(value)
 
@@ -272,7 +274,7 @@ def test_random_documents(kind: Any, value: dict[str, Any]) -> None:
 @FUZZ
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_random_endpoints(raw: bytes) -> None:
-    """A damaged endpoint file is no endpoint."""
+    """A damaged endpoint file is treated as missing."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "endpoint.json").write_bytes(raw)
@@ -280,7 +282,7 @@ def test_random_endpoints(raw: bytes) -> None:
 
 
 def test_sizes_from_outside_allocate_nothing(tmp_path: Path) -> None:
-    """A manifest that promises exabytes meets the file's own size first."""
+    """A manifest's size of exabytes is first compared with the size of the file."""
     path = tmp_path / shard(0)
     path.write_bytes(b"data" + table_of([b"data"]).encode())
     for size in (1 << 62, 1 << 40):

@@ -1,4 +1,4 @@
-"""Another user of the host prepares a root before the first agent starts: the agent believes none of it."""
+"""Another user of the host prepares a root before the first agent starts: the agent trusts none of it."""
 
 import json
 import os
@@ -32,7 +32,7 @@ CHOSEN = "00000000000000000000000000000bad"
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A directory that every user of the host may write, as /tmp is."""
+    """A directory that every user of the host may write, like /tmp."""
     with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
         Path(base).chmod(0o1777)
         yield Path(base)
@@ -43,7 +43,7 @@ def as_nobody(command: str) -> None:
 
 
 def agent_refused(root: Path) -> str:
-    """What an agent says that ends because it does not believe its root."""
+    """Starts an agent that must refuse its root. Returns its error output."""
     command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(root), "--idle-exit-s", "30"]
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -52,7 +52,7 @@ def agent_refused(root: Path) -> str:
 
 
 def test_an_identity_that_another_user_chose_is_not_used(scratch: Path) -> None:
-    """The agent ends with an error that names owner and mode, and nobody's token opens anything."""
+    """The agent ends with an error that names the owner and the mode. The other user's token is never used."""
     as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/root/.agent")
     identity = json.dumps({"token": CHOSEN, "port": 0, "incarnation": 5})
     as_nobody(f"echo '{identity}' > {scratch}/root/.agent/identity.json; chmod 666 {scratch}/root/.agent/identity.json")
@@ -64,7 +64,7 @@ def test_an_identity_that_another_user_chose_is_not_used(scratch: Path) -> None:
 
 
 def test_an_agents_directory_that_is_a_link_is_not_followed(scratch: Path) -> None:
-    """Neither in a root of another user, nor in one's own that all can write."""
+    """This holds in another user's root, and in the user's own root if all can write it."""
     as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/theirs && ln -s {scratch}/theirs {scratch}/root/.agent")
     agent_refused(scratch / "root")
     (scratch / "own").mkdir()
@@ -77,8 +77,10 @@ def test_an_agents_directory_that_is_a_link_is_not_followed(scratch: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["-s", ""])
-def test_no_log_is_appended_to_a_file_of_another_users_choice(scratch: Path, kind: str) -> None:
-    """A rank that starts an agent opens its log only where no other user can have put a link, soft or hard."""
+def test_no_log_is_appended_to_a_file_that_another_user_chose(scratch: Path, kind: str) -> None:
+    """A rank that starts an agent opens the log only in a directory where no other user can have placed a link, soft or
+    hard.
+    """
     (scratch / "precious").write_text("precious")
     os.chown(scratch / "precious", NOBODY if not kind else 0, -1)
     as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/root/.agent")
@@ -96,8 +98,8 @@ def test_no_log_is_appended_to_a_file_of_another_users_choice(scratch: Path, kin
     assert (scratch / "precious").read_text() == "precious"
 
 
-def test_what_is_made_in_a_directory_for_all_is_ones_own(scratch: Path) -> None:
-    """In /tmp, say: the root is made private, and another user finds nothing in it to read, rename or replace."""
+def test_a_root_in_a_shared_directory_is_private(scratch: Path) -> None:
+    """In a directory like /tmp the root is created private: another user can read, rename and replace nothing in it."""
     store = LocalStore(scratch / "root")
     store.agent_directory()
     for command in ("ls {0}", "mv {0} {0}-2", "mkdir {0}/x", "rm -rf {0}/.agent"):
@@ -108,7 +110,9 @@ def test_what_is_made_in_a_directory_for_all_is_ones_own(scratch: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_a_load_from_another_users_root_is_refused_by_name(scratch: Path, mode: int) -> None:
-    """StoreDenied with the file and the user who needs it, not a bare PermissionError; and never that nothing is there."""
+    """The load raises StoreDenied with the file and the user who needs access, not PermissionError and not
+    CheckpointNotFound.
+    """
     root = scratch / "root"
     dcp.save(
         {"a": torch.ones(3)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1), no_dist=True
@@ -125,10 +129,10 @@ def test_a_load_from_another_users_root_is_refused_by_name(scratch: Path, mode: 
     assert caught.value.store == str(root)
 
 
-def test_a_rank_of_root_writes_itself_where_the_agent_is_another_users(
-    scratch: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its memory is not given to another user's agent: the asynchronous save succeeds, and a line of the log says why."""
+def test_a_rank_of_root_does_not_submit_to_another_users_agent(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rank does not give its memory to another user's agent: the asynchronous save succeeds, and the log says why
+    the rank wrote by itself.
+    """
     root = scratch / "root"
     with running_agent(root, "--idle-exit-s", "60"), socket.socket(socket.AF_UNIX) as theirs:
         unix_socket = root / ".agent" / SOCKET_NAME

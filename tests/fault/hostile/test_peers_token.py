@@ -1,4 +1,6 @@
-"""What one agent's peer token allows, sniffed, leaked or another node's: it runs, removes and redirects nothing."""
+"""The rights of an agent's peer token that was sniffed or leaked, or belongs to another node: its holder can run,
+remove and redirect nothing.
+"""
 
 import re
 import socket
@@ -57,18 +59,20 @@ def agent(tmp_path: Path) -> Iterator[RunningAgent]:
         yield running
 
 
-def said_of(agent: RunningAgent, verb: str) -> list[str]:
-    """The lines of the agent's log that are refusals of a verb; not to a stranger, whose own peer had this port before."""
+def logged_refusals(agent: RunningAgent, verb: str) -> list[str]:
+    """The lines in the agent's log about refused requests of a verb. Requests without a valid token are left out, as
+    they may come from an earlier user of this port.
+    """
     log = (agent.root / "agent.out").read_text().splitlines()
     ours = [line for line in log if "no valid token from" not in line]
     return [line for line in ours if "refused " in line and f"/v1/{verb}'" in line]
 
 
-# Running something ---------------------------------------------------------------------------------------------------
+# Commands ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
-    """A file that arrives through the agent is no configuration of botocore's, neither for a peer nor for the owner."""
+    """An uploaded file does not become a configuration of botocore, neither for a peer nor for the owner."""
     flag, where = tmp_path / "EXECUTED", agent.root / ".staging" / SAVE / ".metadata"
     config = f'[profile evil]\ncredential_process = /bin/sh -c "id > {flag}"\nregion = us-east-1\n'
     environment = {"AWS_CONFIG_FILE": str(where), "AWS_PROFILE": "evil", "AWS_EC2_METADATA_DISABLED": "true"}
@@ -83,7 +87,7 @@ def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
         for verb, document in (("target", target), ("probe", {"url": "s3://bucket/x", "checkpoint_id": "x"})):
             with pytest.raises(StoreDenied):
                 peer.call("POST", f"/v1/object/{verb}", document)
-            assert len(said_of(agent, f"object/{verb}")) == 1
+            assert len(logged_refusals(agent, f"object/{verb}")) == 1
         with pytest.raises(ConfigInvalid, match="environment"):
             owner.call("POST", "/v1/object/target", target)
         for bucket in ({**options, "profile": "evil"}, options):
@@ -93,8 +97,10 @@ def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["outside", "root/inside"])
-def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: str) -> None:
-    """Neither by an order nor by a manifest: the node's own user has to name a bucket, a directory too."""
+def test_an_object_store_that_only_a_peer_names_is_not_written(tmp_path: Path, where: str) -> None:
+    """Neither a peer's order nor a manifest selects an object store. Only the node's own user can name one, even if the
+    store is a directory.
+    """
     url, store = f"file://{tmp_path}/{where}", LocalStore(tmp_path / "root")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000, url=url)
     with running_agent(store.root, *QUIET) as agent:
@@ -109,7 +115,7 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
                 pending = owner.call("GET", "/v1/status")["object_store"]["pending"]
                 return str(pending.get(manifest.save_id, {}).get("error", ""))
 
-            assert "No rank of this node has named" in wait_for(why, 20, "a try")
+            assert "No rank of this node has named" in wait_for(why, 20, "a failed upload")
         assert not (tmp_path / where).exists()
         with agent.client() as owner, agent.peer() as peer:
             if where == "root/inside":
@@ -120,13 +126,13 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
             with pytest.raises(ObjectMissing, match="committed here"):
                 peer.call("POST", "/v1/object/upload", {"save_id": SAVE, "url": url})
             assert not UploadBook(agent.root / ".agent").is_ordered(SAVE)
-        wait_for((tmp_path / where / "step-1" / ".metadata").exists, 20, "the upload that its user wants")
+        wait_for((tmp_path / where / "step-1" / ".metadata").exists, 20, "the upload to the named object store")
 
 
 # Addresses -----------------------------------------------------------------------------------------------------------
 
 
-def spoken(of: AgentAddress, *, is_leaving: bool = False, **changes: Any) -> dict[str, Any]:
+def greeting_of(of: AgentAddress, *, is_leaving: bool = False, **changes: Any) -> dict[str, Any]:
     return {"peer": {**replace(of, **changes).to_json(), "host": ""}, "is_leaving": is_leaving}
 
 
@@ -147,26 +153,26 @@ def book(agent: RunningAgent) -> Mapping[str, AgentAddress]:
 @pytest.mark.parametrize(
     "changes",
     [{"token": "x" * 32}, {"token": ""}, {"node_id": "c" * 12}, {"node_id": "c" * 12, "token": "x" * 32}],
-    ids=["another token", "no token", "a stranger", "a stranger with a token"],
+    ids=["another token", "no token", "an unknown node", "an unknown node with a token"],
 )
-def test_no_node_speaks_for_another(
+def test_no_node_can_greet_for_another(
     agent: RunningAgent, known: AgentAddress, changes: Mapping[str, Any], *, is_leaving: bool
 ) -> None:
-    """Refused, with one line in the log that names the node; the address book is as it was."""
+    """The greeting is refused with one line in the log that names the node, and the address book does not change."""
     before = (agent.root / ".agent" / "peers.json").read_bytes()
     with agent.peer() as client, pytest.raises(StoreDenied):
-        client.call("POST", "/v1/hello", spoken(known, is_leaving=is_leaving, port=9, incarnation=9, **changes))
+        client.call("POST", "/v1/hello", greeting_of(known, is_leaving=is_leaving, port=9, incarnation=9, **changes))
     assert (agent.root / ".agent" / "peers.json").read_bytes() == before
-    (line,) = said_of(agent, "hello")
+    (line,) = logged_refusals(agent, "hello")
     assert str(changes.get("node_id", known.node_id)) in line
 
 
-def test_no_list_has_tokens(agent: RunningAgent, known: AgentAddress) -> None:
-    """Neither the status, nor the answer to a greeting, nor anything else that is answered to a peer or the owner."""
+def test_no_answer_has_tokens(agent: RunningAgent, known: AgentAddress) -> None:
+    """No answer to a peer or to the owner contains a token."""
     with agent.client() as owner, agent.peer() as peer:
         answers = [owner.fetch("GET", path) for path in ("/v1/status", "/v1/holdings", "/metrics")]
         with pytest.raises(StoreDenied) as raised:
-            peer.call("POST", "/v1/hello", spoken(known, incarnation=6))
+            peer.call("POST", "/v1/hello", greeting_of(known, incarnation=6))
         answers.append(str(raised.value).encode())
         answers += [peer.fetch("GET", path) for path in ("/v1/status", "/v1/holdings")]
     for token in (known.token, agent.endpoint.token, agent.endpoint.owner_token):
@@ -174,7 +180,7 @@ def test_no_list_has_tokens(agent: RunningAgent, known: AgentAddress) -> None:
 
 
 def test_a_peer_introduces_nobody(agent: RunningAgent, known: AgentAddress) -> None:
-    """Not with an opening, nor as a load; and nothing that it names is connected to."""
+    """A peer cannot add addresses, neither when it opens a save nor when it loads. The agent does not connect to them."""
     evil = replace(known, token="x" * 32, host="127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener, agent.peer() as client:
         listener.settimeout(1)
@@ -192,8 +198,10 @@ def test_a_peer_introduces_nobody(agent: RunningAgent, known: AgentAddress) -> N
     assert book(agent) == {known.node_id: known}
 
 
-def test_one_that_was_away_hears_where_a_node_is_now(tmp_path: Path) -> None:
-    """It was down when the other one moved, and nobody else tells it: the other one greets it when it answers again."""
+def test_a_node_that_was_away_gets_a_greeting_from_a_moved_one(tmp_path: Path) -> None:
+    """A node was down while another one moved, and no third node exists: the moved node greets it once it answers
+    again.
+    """
     with running_agent(tmp_path / "a", *QUIET) as first, running_agent(tmp_path / "b", *QUIET) as second:
         for agent in (first, second):
             with agent.client() as client:
@@ -214,8 +222,8 @@ def test_one_that_was_away_hears_where_a_node_is_now(tmp_path: Path) -> None:
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
-    """A plan that would put a newer save, of which a shard is nowhere, in the place of a whole one is not carried out."""
+def test_a_peers_plan_replaces_no_complete_checkpoint(tmp_path: Path) -> None:
+    """The agent refuses a plan that would replace a complete checkpoint by a newer save of which a shard is lost."""
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     pair = {shard(0): (0, 1), shard(1): (1, 0)}
     checkpointed(nodes[:1], 1, {shard(0): (0,), shard(1): (0,)}, copies=1, size_bytes=1000)
@@ -233,8 +241,10 @@ def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
         assert held(nodes[0]) == {shard(0), shard(1)}
 
 
-def test_a_peer_has_a_node_take_over_what_it_would_itself(tmp_path: Path) -> None:
-    """`repair` of another node works: a checkpoint that is whole elsewhere is taken over, and its shards are copied."""
+def test_a_peers_plan_that_agrees_with_the_nodes_own_is_done(tmp_path: Path) -> None:
+    """A peer sends a plan, as `repair` on its node does: this node adopts a checkpoint that is complete on the other
+    one.
+    """
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     with running_agent(nodes[1].root, *QUIET) as other, running_agent(nodes[0].root, *QUIET) as agent:
         with agent.client() as client:
@@ -251,15 +261,15 @@ def test_a_peer_has_a_node_take_over_what_it_would_itself(tmp_path: Path) -> Non
 
 
 class Beating:
-    """Stands for the heartbeat of a request."""
+    """A fake heartbeat of a request."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_checks_go_one_at_a_time() -> None:
-    """However many are asked for; beyond a number that waits they are refused, and room is made when one has ended."""
+def test_checks_run_one_at_a_time() -> None:
+    """Up to CHECKS_MAX checks wait, further ones are refused, and a check that ends makes room."""
     checks, request = Checks(), Request.__new__(Request)
     object.__setattr__(request, "heartbeat", Beating())
     going, at_once, most, proceed = threading.Lock(), 0, 0, threading.Event()
@@ -276,7 +286,7 @@ def test_checks_go_one_at_a_time() -> None:
 
     with ThreadPoolExecutor(CHECKS_MAX) as threads:
         under_way = [threads.submit(check) for _ in range(CHECKS_MAX)]
-        wait_for(lambda: checks._places._value == 0, 10, "all of them")
+        wait_for(lambda: checks._places._value == 0, 10, "all checks to be queued")
         with pytest.raises(StoreUnavailable, match="wait"), checks.in_turn(request):
             pass
         proceed.set()
@@ -286,8 +296,8 @@ def test_checks_go_one_at_a_time() -> None:
     check()
 
 
-def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
-    """Reasons and names with line ends in them forge no line of the log."""
+def test_a_peers_text_makes_one_log_line(agent: RunningAgent) -> None:
+    """Line ends in a peer's reasons and names do not start new lines in the log."""
     forged = "\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\n\x1b[2J"
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
@@ -303,8 +313,10 @@ def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
     assert any("stopping" in line for line in lines)
 
 
-def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
-    """Its id is known to all once one node has published it, and another may hold what lies nowhere else."""
+def test_a_peer_cannot_abort_a_decided_save(tmp_path: Path) -> None:
+    """Once one node has published the save, every peer may learn its id, and other nodes may hold the only copies of a
+    shard.
+    """
     store = LocalStore(tmp_path / "root")
     raw = b"metadata"
     with running_agent(store.root, *QUIET) as agent:
@@ -317,7 +329,7 @@ def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
                     f"/v1/saves/{number:032x}",
                     {**OPENING, **TICKET, "session": str(number), "checkpoint_id": f"step-{number}"},
                 )
-            for rank in ("a rank", "another rank"):  # each tells each node, and none is told that it may not
+            for rank in ("a rank", "another rank"):  # each rank aborts on every node, and no abort is refused
                 peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": f"{rank} has failed", **TICKET})
             owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
             owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())
@@ -328,9 +340,10 @@ def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["rank", "peer"])
-def test_a_peer_brings_no_other_bytes_for_a_staged_shard(agent: RunningAgent, by: str) -> None:
-    """Those of this node's rank, or that came first, stay; the answer names them. The same may come again; a damaged one
-    is written anew."""
+def test_a_peer_cannot_replace_a_staged_shard(agent: RunningAgent, by: str) -> None:
+    """The staged bytes of this node's rank, or those that arrived first, stay, and the answer has their checksum. The
+    same bytes may be sent again. A damaged staged shard is replaced.
+    """
     name, path = shard(0), agent.root / ".staging" / SAVE / shard(0)
     (good, good_table), (evil, _) = (as_file(data * 50_000) for data in (b"good", b"evil"))
     with agent.client() as owner, agent.peer() as peer:
@@ -354,10 +367,12 @@ def as_file(data: bytes) -> tuple[bytes, BlockTable]:
     return data + table.encode(), table
 
 
-@pytest.mark.parametrize("told", ["", "?ticket=", "?ticket=" + "0" * 32])
-def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
-    """It knows the id, by a question of another node, say: it brings shards, and does not decide, finish or end it."""
-    ticket = {"ticket": told.partition("=")[2]} if told else {}
+@pytest.mark.parametrize("query", ["", "?ticket=", "?ticket=" + "0" * 32])
+def test_a_peer_cannot_end_a_save_of_a_job(agent: RunningAgent, query: str) -> None:
+    """A peer that knows only the save's id may send shards. Without the save's ticket, it cannot decide, finish or
+    abort the save.
+    """
+    ticket = {"ticket": query.partition("=")[2]} if query else {}
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, **TICKET, "coordinator": agent.endpoint.node_id})
         for verb in ("abort", "commit", "pull"):
@@ -365,7 +380,7 @@ def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
                 peer.call("POST", f"/v1/saves/{SAVE}/{verb}", {"why": "no reason", **ticket})
         for how in ("left", "over", "working"):
             with pytest.raises(StoreDenied, match="JOB"):
-                peer.call("GET", f"/v1/saves/{SAVE}{told or '?'}&settle={how}")
+                peer.call("GET", f"/v1/saves/{SAVE}{query or '?'}&settle={how}")
         for name in (".metadata", ".manifest.json", "%2emetadata"):
             with pytest.raises(StoreDenied, match="JOB"):
                 peer.put("PUT", f"/v1/saves/{SAVE}/{name}", b"x")
@@ -377,8 +392,8 @@ def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
         assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "aborted"}
 
 
-def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:
-    """Its id is what shows that a peer takes part in it: no answer to others has it."""
+def test_no_answer_to_a_peer_has_the_id_of_an_open_save(agent: RunningAgent) -> None:
+    """The save id shows that a peer takes part in the save, so no answer to other peers contains it."""
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
         assert SAVE in str(owner.call("GET", "/v1/status"))
@@ -386,8 +401,8 @@ def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:
             assert SAVE.encode() not in peer.fetch("GET", path)
 
 
-def test_made_up_readers_push_no_pin_out() -> None:
-    """A peer's token names any number of them: what a load reads stays, and loads of other nodes are heard."""
+def test_invented_readers_do_not_displace_pins() -> None:
+    """A sender invents any number of readers: existing pins stay, and other senders can still pin."""
     pins = Pins()
     pins.pin(SAVE, "real/0", sender="10.0.0.1")
     for number in range(2 * PINS_MAX):
@@ -396,7 +411,7 @@ def test_made_up_readers_push_no_pin_out() -> None:
     assert pins.is_pinned(SAVE)
     assert pins.is_pinned("1" * 32)
     pins.pin("2" * 32, "real/0", sender="10.0.0.1")
-    assert not pins.is_pinned(SAVE), "a reader reads one save at a time"
+    assert not pins.is_pinned(SAVE), "a reader pins one save at a time"
     pins.drop("0" * 32)
     pins.pin(SAVE, "real/2", sender="10.0.0.1")
     assert pins.is_pinned(SAVE)
@@ -405,8 +420,8 @@ def test_made_up_readers_push_no_pin_out() -> None:
 RUN = "a" * 16
 
 
-def test_a_sequence_that_is_only_told_is_believed_within_bounds(tmp_path: Path) -> None:
-    """However often it is told: it is measured by what was saved here, so that retention can count on."""
+def test_a_reported_sequence_is_limited(tmp_path: Path) -> None:
+    """However often a peer reports a sequence, it counts only up to a limit above the newest save on this node."""
     store = LocalStore(tmp_path)
     checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-4", lineage=RUN)
     service = NodeService(store)
@@ -418,15 +433,17 @@ def test_a_sequence_that_is_only_told_is_believed_within_bounds(tmp_path: Path) 
     assert findings(store) == []
 
 
-def test_a_new_node_believes_what_an_honest_one_tells(tmp_path: Path) -> None:
-    """It has nothing of the run, and was away for 100,000 saves: what it saves next is newer."""
+def test_a_new_node_accepts_a_much_larger_sequence(tmp_path: Path) -> None:
+    """A node without saves of the run, 100,000 saves behind, accepts the peer's sequence: its next save is the newest."""
     service = NodeService(LocalStore(tmp_path))
     service.learn_sequences({RUN: 100_000}, "10.0.0.2")
     assert service.histories("")[RUN].sequence == 100_000
 
 
-def test_made_up_runs_push_out_no_real_one(tmp_path: Path) -> None:
-    """What was heard of a run stays, other senders are heard, and a run of which something lies here is always."""
+def test_invented_runs_do_not_displace_real_ones(tmp_path: Path) -> None:
+    """A sender invents any number of runs: known runs stay, and new runs of other senders are accepted. A run with
+    saves on this node is always accepted.
+    """
     floor = SequenceFloor(tmp_path)
     floor.raise_to({RUN: 777}, {}, "10.0.0.1")
     for number in range(2 * LINEAGES_MAX):
@@ -441,10 +458,10 @@ def test_made_up_runs_push_out_no_real_one(tmp_path: Path) -> None:
     assert {known[RUN], known["b" * 16], known["c" * 16]} == {778, 5, 6}
 
 
-def test_what_a_peer_claims_to_hold_costs_no_memory_without_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Manifests of saves that this node lacks are read up to a bound, the rest as it gets these; a command reads all."""
+def test_a_peers_claims_take_limited_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests of saves that this node lacks are read up to a limit, and the rest once this node has the first ones. A
+    command reads all of them.
+    """
     stores = [LocalStore(tmp_path / name) for name in ("own", "peer")]
     own, claimed = stores[0].node_id(), 12
     for number in range(claimed):
@@ -468,8 +485,8 @@ def test_what_a_peer_claims_to_hold_costs_no_memory_without_bound(
     assert findings(stores[1]) == []
 
 
-def test_a_node_that_lists_too_many_checkpoints_is_not_believed(agent: RunningAgent) -> None:
-    """A plan weighs each of them, on every node."""
+def test_a_list_of_too_many_checkpoints_is_refused(agent: RunningAgent) -> None:
+    """Every node's plan considers each listed checkpoint, so the number is limited."""
     address = agent.endpoint.address()
     one = Holding(address.node_id, "step-1", SAVE, 1, has_metadata=True).to_json()
     assert len(parse_node_holdings({"holdings": [one] * 10}, address).holdings) == 10

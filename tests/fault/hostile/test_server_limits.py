@@ -1,4 +1,6 @@
-"""Those who have no token cannot keep out those who have one, nor take memory or disk; requests end where they say."""
+"""Clients without a token cannot block clients that have one, nor use up memory or disk. No request continues beyond
+its stated length.
+"""
 
 import contextlib
 import itertools
@@ -22,8 +24,8 @@ from tests.agent.agents import RunningAgent, exchanged, running_agent
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 GROWTH_MAX_KIB = 150 << 10
 HEADERS = 99
-GIVE_UP, DOCUMENT = "POST /v1/saves/" + "8" * 32 + "/abort", b'{"why":"test"}'
-"""A request with a body, of 14 bytes."""
+ABORT, DOCUMENT = "POST /v1/saves/" + "8" * 32 + "/abort", b'{"why":"test"}'
+"""A request with a body of 14 bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,10 @@ def peak_kib(agent: RunningAgent) -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
-def test_waiting_connections_keep_nobody_out(agent: RunningAgent) -> None:
-    """More of them than are served, silent or in the middle of a request: whoever has a token is answered at once."""
+def test_waiting_connections_block_nobody(agent: RunningAgent) -> None:
+    """More connections than the limit are silent or in the middle of a request: a client with a token is answered at
+    once.
+    """
     with contextlib.ExitStack() as held:
         for number in range(CONNECTIONS_MAX + 60):
             connection = held.enter_context(connected(agent))
@@ -69,7 +73,7 @@ def test_waiting_connections_keep_nobody_out(agent: RunningAgent) -> None:
 
 
 def test_a_known_connection_outlasts_unknown_ones(agent: RunningAgent) -> None:
-    """A peer's connection between two requests stays while there are others that never showed a token."""
+    """A peer's idle connection stays open while there are connections that have shown no token."""
     with agent.client() as client, contextlib.ExitStack() as held:
         client.call("GET", "/v1/status")
         known = client._connection.sock
@@ -79,8 +83,10 @@ def test_a_known_connection_outlasts_unknown_ones(agent: RunningAgent) -> None:
         assert client._connection.sock is known
 
 
-def test_what_is_worked_on_is_never_closed() -> None:
-    """With every connection at work there is no room for one more, and with one waiting there is."""
+def test_a_connection_with_a_request_in_progress_is_never_closed() -> None:
+    """While every connection has a request in progress, no further one is admitted. If one is idle, it is closed for
+    the new one.
+    """
     connections = Connections(2, owner_reserve=0)
     pairs = [socket.socketpair() for _ in range(3)]
     assert connections.admit("a", pairs[0][0])
@@ -102,14 +108,14 @@ def test_what_is_worked_on_is_never_closed() -> None:
         other.close()
 
 
-def test_requests_of_a_peer_that_trickle_keep_no_other_out(agent: RunningAgent) -> None:
-    """More of them than are served, from one address: the node's own user and other nodes are answered."""
+def test_slow_requests_of_a_peer_block_no_other_client(agent: RunningAgent) -> None:
+    """One address sends more slow requests than the limit: the node's own user and other nodes are answered."""
     head = request(agent, "POST /v1/suspects", "Content-Length: 100000", token=agent.endpoint.token)
     with contextlib.ExitStack() as held:
         trickling = [held.enter_context(connected(agent)) for _ in range(CONNECTIONS_MAX + 30)]
         for piece in (head, *[b" "] * 9):
             for connection in trickling:
-                with contextlib.suppress(OSError):  # what is beyond its share is refused
+                with contextlib.suppress(OSError):  # connections beyond the address's share are refused
                     connection.sendall(piece)
             assert_well(agent)
             time.sleep(0.3)
@@ -119,8 +125,10 @@ def test_requests_of_a_peer_that_trickle_keep_no_other_out(agent: RunningAgent) 
     assert_well(agent)
 
 
-def test_other_nodes_leave_places_to_the_nodes_user() -> None:
-    """However many addresses they come from; and a share of one address is free again once a request was answered."""
+def test_places_are_reserved_for_the_nodes_user() -> None:
+    """Places stay reserved for the node's own user, from however many addresses peers connect. An answered request
+    frees a place in its address's share.
+    """
     connections, (stream, other) = Connections(6, owner_reserve=2, of_sender=3), socket.socketpair()
     peers = [("x", 1), ("x", 2), ("x", 3), ("x", 4), ("y", 1), ("y", 2)]
     assert all(connections.admit(peer, stream) for peer in peers)
@@ -135,7 +143,7 @@ def test_other_nodes_leave_places_to_the_nodes_user() -> None:
 
 @contextlib.contextmanager
 def dripping(raw: bytes) -> Iterator[socket.socket]:
-    """A connection on which these bytes come, over and over, one in a while."""
+    """A connection on which these bytes arrive one by one, over and over."""
     ours, theirs = socket.socketpair()
     ended = threading.Event()
 
@@ -156,8 +164,8 @@ def dripping(raw: bytes) -> Iterator[socket.socket]:
         theirs.close()
 
 
-def test_a_request_that_trickles_in_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte is progress: its head, and a document in its body, have a deadline as a whole."""
+def test_a_slow_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte resets the read time-out, but the whole head and the whole document have deadlines, too."""
     monkeypatch.setattr(request_body, "HEAD_WITHIN_S", 0.3)
     monkeypatch.setattr(request_body, "DOCUMENT_WITHIN_S", 0.3)
     headers = Message()
@@ -172,8 +180,8 @@ def test_a_request_that_trickles_in_ends(monkeypatch: pytest.MonkeyPatch) -> Non
             request_body.Body(stream, headers).read_all(1000)
 
 
-def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:
-    """Many connections that each send as much as they may before they show a token: the process stays small."""
+def test_headers_without_a_token_take_no_memory(agent: RunningAgent) -> None:
+    """Many connections send as many headers as allowed before they show a token: the process stays small."""
     head = b"GET /v1/status HTTP/1.1\r\n" + (b"X: " + b"y" * 60_000 + b"\r\n") * HEADERS
     before = peak_kib(agent)
     with contextlib.ExitStack() as held:
@@ -185,12 +193,12 @@ def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:
         assert peak_kib(agent) - before < GROWTH_MAX_KIB
         assert_well(agent)
     too_long = b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (HEAD_BYTES_MAX // 6 + 1) + b"\r\n"
-    # For a stranger nothing is read beyond the limit, so that a reset may overtake the answer.
+    # Without a token the server reads nothing beyond the limit, so a reset may arrive before the answer: several attempts.
     assert any(b" 431 " in exchanged(agent.endpoint.port, too_long) for _ in range(10))
 
 
-def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:
-    """A request without the token leaves one short line, whatever its path is, and no control characters."""
+def test_requests_without_a_token_write_little_to_the_log(agent: RunningAgent) -> None:
+    """A request without a valid token leaves one short line without control characters, whatever its path."""
     log = agent.root / "agent.out"
     before = log.stat().st_size
     for _ in range(10):
@@ -213,38 +221,38 @@ def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:
         ["Transfer-Encoding: \x0bchunked"],
     ],
 )
-def test_a_body_of_doubtful_length_is_refused(agent: RunningAgent, heads: list[str]) -> None:
-    """What could be read in two ways is not read at all, and what comes after it is no second request."""
+def test_a_body_of_ambiguous_length_is_refused(agent: RunningAgent, heads: list[str]) -> None:
+    """An ambiguous body is not read, and the bytes after it are not taken for a second request."""
     second = request(agent, "GET /v1/status")
     body = DOCUMENT if "Length" in heads[0] else b"e\r\n" + DOCUMENT + b"\r\n0\r\n\r\n"
-    answer = exchanged(agent.endpoint.port, request(agent, GIVE_UP, *heads, body=body + second))
+    answer = exchanged(agent.endpoint.port, request(agent, ABORT, *heads, body=body + second))
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_chunk_is_read(agent: RunningAgent) -> None:
-    """What the next test refuses is refused for its size: with a good one it is answered."""
+    """A valid chunk is accepted. So the next test's requests are refused only for the sizes of their chunks."""
     body = b"00e;x=y\r\n" + DOCUMENT + b"\r\n0\r\n\r\n"
-    raw = request(agent, GIVE_UP, "Transfer-Encoding: chunked", body=body)
+    raw = request(agent, ABORT, "Transfer-Encoding: chunked", body=body)
     assert exchanged(agent.endpoint.port, raw).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("size", [b"0xe", b"+e", b"0_e", b"-e", b" e", b"", b"fffffffffffffff", b"100000000", b"e e"])
-def test_a_doubtful_chunk_is_refused(agent: RunningAgent, size: bytes) -> None:
-    """A chunk's size is hexadecimal digits, and no more of them than a size can have."""
-    raw = request(agent, GIVE_UP, "Transfer-Encoding: chunked", body=size + b"\r\n" + DOCUMENT + b"\r\n0\r\n\r\n")
+def test_an_invalid_chunk_is_refused(agent: RunningAgent, size: bytes) -> None:
+    """A chunk's size consists of hexadecimal digits, and has a maximum."""
+    raw = request(agent, ABORT, "Transfer-Encoding: chunked", body=size + b"\r\n" + DOCUMENT + b"\r\n0\r\n\r\n")
     assert exchanged(agent.endpoint.port, raw).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("line", ["GET /v1/status", "POST /v1/saves/" + "9" * 32 + "/commit", "GET /v1/nothing"])
-def test_a_body_that_nobody_reads_is_no_request(agent: RunningAgent, line: str) -> None:
-    """A request inside the body of another is not answered."""
+def test_an_unread_body_is_not_a_request(agent: RunningAgent, line: str) -> None:
+    """A request inside the body of another one is not answered."""
     inner = request(agent, "GET /v1/holdings")
     answer = exchanged(agent.endpoint.port, request(agent, line, f"Content-Length: {len(inner)}", body=inner))
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("target", ["//[", "/v1/holdings?" + "a=1&" * 1000, "http://[x/v1/status"])
-def test_a_target_that_is_none_is_refused(agent: RunningAgent, target: str) -> None:
-    """With an answer, and not with the end of the connection."""
+def test_an_invalid_target_is_refused(agent: RunningAgent, target: str) -> None:
+    """The server answers with an error instead of closing the connection."""
     assert exchanged(agent.endpoint.port, request(agent, f"GET {target}"))[9:12] in (b"400", b"404")

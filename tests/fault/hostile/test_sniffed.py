@@ -1,4 +1,4 @@
-"""Somebody listens on the network between the nodes: what goes over it tells no token and no byte of a checkpoint."""
+"""An attacker reads the network between the nodes: the traffic reveals no token and no byte of a checkpoint."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ _SAID = b"Content-Type: application/json"
 
 
 class Sniffer:
-    """Keeps every frame that passes the switch's port of a node's agents, from inside the switch's namespace."""
+    """Records every frame at the switch port of a node's agents, from inside the switch's network namespace."""
 
     def __init__(self, netns: str, link: str) -> None:
         self.frames: list[bytes] = []
@@ -30,7 +30,7 @@ class Sniffer:
         assert self._ready.wait(10)
 
     def _listen(self, netns: str, link: str) -> None:
-        enter_network(netns)  # this thread alone
+        enter_network(netns)  # applies to this thread only
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_FRAMES)) as wire:
             wire.bind((link, 0))
             wire.settimeout(0.2)
@@ -47,7 +47,9 @@ class Sniffer:
 
 @pytest.fixture(params=["", "1"], ids=["by default", "plain"])
 def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool, bytes, list[str]]]:
-    """Whether it is encrypted, what was heard while two nodes saved, lost a disk and loaded, and the nodes' tokens."""
+    """Whether the traffic is encrypted, its bytes while two nodes save, lose a disk and load, and the tokens of the
+    nodes.
+    """
     if why := why_no_network():
         pytest.skip(why)
     bare = Cluster(tmp_path / "cluster", 2, environment={"REPLICATED_CKPT_PLAIN": request.param}, quick_exit=True)
@@ -64,8 +66,8 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool
         yield not request.param, sniffer.heard(), tokens
 
 
-def test_what_is_heard_tells_nothing(heard: tuple[bool, bytes, list[str]]) -> None:
-    """By default tokens, requests and shards are unreadable; with REPLICATED_CKPT_PLAIN=1 the same listener reads them."""
+def test_the_traffic_reveals_nothing(heard: tuple[bool, bytes, list[str]]) -> None:
+    """By default tokens, requests and shards are unreadable. With REPLICATED_CKPT_PLAIN=1 the same sniffer reads them."""
     is_encrypted, bytes_heard, tokens = heard
     readable = [text in bytes_heard for text in (*(token.encode() for token in tokens), _SAID, b"PK\x03\x04")]
     assert len(bytes_heard) > 100_000

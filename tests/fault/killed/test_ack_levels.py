@@ -1,4 +1,6 @@
-"""What each level of acknowledgement promises: every trainer is killed right after it, and the promise holds."""
+"""The promise of each acknowledgement level: every trainer is killed right after the acknowledgement, and the promise
+still holds.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -32,12 +34,12 @@ def save_and_die(cluster: Cluster, ack: Ack) -> None:
 
 
 def seen(cluster: Cluster) -> set[str]:
-    """Whether the checkpoint was published when ranks were killed, as those that came so far have written it down."""
+    """What the ranks wrote down before they were killed: whether the checkpoint was published."""
     return {path.read_text() for path in cluster.base.glob("seen*")}
 
 
 def lone_seed(cluster: Cluster, node: int) -> int:
-    """What the checkpoint loads as on one node alone, the other one being lost with its disk."""
+    """The seed of the checkpoint that one node loads after the other node is lost with its disk."""
     cluster.nodes[1 - node].kill_agent()
     cluster.nodes[1 - node].lose()
     found = cluster.run(call(fault.seed_of, kinds=KINDS, checkpoint_id="step-1", seeds=[0]), nodes=[node])
@@ -45,7 +47,9 @@ def lone_seed(cluster: Cluster, node: int) -> int:
 
 
 def test_peer(cluster: Cluster) -> None:
-    """Both nodes have published it with all shards by then: the node of rank 0 may be lost with its disk as well."""
+    """At the acknowledgement both nodes have published the checkpoint with all shards: rank 0's node may be lost with
+    its disk.
+    """
     save_and_die(cluster, "peer")
     assert seen(cluster) == {"True"}
     assert cluster.nodes[1].files("step-1") == FILES
@@ -54,7 +58,7 @@ def test_peer(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("ack", mark_long(["local", "peer-memory"], keep=["local"]))
 def test_local_and_peer_memory(cluster: Cluster, ack: Ack) -> None:
-    """It is committed on both nodes by then, each with its own shard at least, and needs no more than their disks."""
+    """At the acknowledgement the checkpoint is committed on both nodes. Both disks together are enough to load it."""
     save_and_die(cluster, ack)
     assert seen(cluster) == {"True"}
     for rank, node in enumerate(cluster.nodes):
@@ -65,7 +69,9 @@ def test_local_and_peer_memory(cluster: Cluster, ack: Ack) -> None:
 
 
 def test_a_save_that_falls_behind_is_queued(cluster: Cluster) -> None:
-    """The next save is copied, and opened once agents have published the one before: each is whole, none mixes."""
+    """The next save is staged at once, and is opened when the agents have published the previous one. All of them load,
+    each with its own values.
+    """
     slow = {failpoints.ENV: "agent.writing=sleep:6"}
     cluster.start_agents({0: slow, 1: slow}, idle_exit_s=AGENTS_STAY_S)
     ids = ["step-1", "step-2", "step-3"]

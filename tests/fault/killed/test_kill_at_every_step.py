@@ -1,4 +1,4 @@
-"""SIGKILL at every failpoint of a save, in every role: nothing acknowledged is lost, nothing half is left."""
+"""SIGKILL at every failpoint of a save, in every role: nothing acknowledged is lost, and no partial checkpoint remains."""
 
 import json
 import shutil
@@ -31,15 +31,16 @@ ORDER = list(failpoints.POINTS)
 
 
 def is_of_upload(name: str) -> bool:
-    """Whether tests/object_tier kills there."""
+    """Whether tests/object_tier has the kill at this failpoint."""
     return name.startswith("upload.")
 
 
 @dataclass(frozen=True)
 class Case:
-    """`victim` is killed at `point`: a rank, or the agent of a node. Node and rank 0 are the coordinator's.
+    """`victim` is killed at `point`: a rank, or the agent of a node. Rank 0 and node 0 coordinate.
 
-    `overwrite`: the save replaces the old checkpoint. `writer`, `others`: how the save is brought to that point.
+    `overwrite`: the save replaces the old checkpoint. `writer`, `others`: options of the writer and failpoints of other
+    processes that bring the save to that point.
     """
 
     point: str
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the decision is durable somewhere when the victim dies."""
+        """Whether the decision is durable on some node when the victim dies."""
         return ORDER.index("coordinator.decided") <= ORDER.index(self.point) < ORDER.index("abort.undecided")
 
     def armed(self, who: str) -> dict[str, str]:
@@ -68,15 +69,15 @@ class Case:
         return {failpoints.ENV: ",".join(points)}
 
 
-HANDED_OVER = {"rank.handing-over", "rank.submitted", "agent.submitted", "agent.writing", "coordinator.submitted"}
-HANDED_OVER |= {"agent.finishing", "agent.decided", "agent.finished"}
+SUBMITTED = {"rank.handing-over", "rank.submitted", "agent.submitted", "agent.writing", "coordinator.submitted"}
+SUBMITTED |= {"agent.finishing", "agent.decided", "agent.finished"}
 LATER_SAVES = {"rank.helped"}  # test_kill_in_own_copies.py
 RANKS = ["rank0", "rank1"]
 AGENTS = ["agent0", "agent1"]
 COMMIT = [point for point in ORDER if point.startswith("commit.")]
 VICTIMS_BY_POINT: dict[str, list[str]] = {
-    **{point: RANKS for point in ORDER if point.startswith("rank.") and point not in HANDED_OVER | LATER_SAVES},
-    **{point: ["rank0"] for point in ORDER if point.startswith("coordinator.") and point not in HANDED_OVER},
+    **{point: RANKS for point in ORDER if point.startswith("rank.") and point not in SUBMITTED | LATER_SAVES},
+    **{point: ["rank0"] for point in ORDER if point.startswith("coordinator.") and point not in SUBMITTED},
     **dict.fromkeys(("store.intent-written", "store.opened", "agent.receiving"), AGENTS),
     **dict.fromkeys(("store.shard-fsynced", "store.shard-named"), RANKS + AGENTS),
     "agent.decision-staged": ["agent1"],
@@ -112,18 +113,18 @@ LEFT_TO_A_LOAD = [
 
 
 def one_of_each_point(cases: Sequence[Case]) -> list[Case]:
-    """A case of each failpoint, of one role here and of another there."""
+    """One case of each failpoint, with alternating roles."""
     by_point = {case.point: [other for other in cases if other.point == case.point] for case in cases}
     return [of_point[number % len(of_point)] for number, of_point in enumerate(by_point.values())]
 
 
 QUICK = [case for case in one_of_each_point(NEW_ID) if case.point in DECISIVE]
-"""What `make test` kills at; the power-loss tests go through each step of an agent's commit in one process."""
+"""The cases of `make test`. The power-loss tests cover each step of an agent's commit in one process."""
 
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes whose last acknowledged checkpoint is step-1, its values from the seed OLD."""
+    """Two nodes whose last acknowledged checkpoint is step-1, with values from the seed OLD."""
     with Cluster(tmp_path_factory.mktemp("old") / "cluster", 2, quick_exit=True) as cluster:
         cluster.launch([save("step-1", OLD)], nodes=[0, 1])
         cluster.stop_agents()
@@ -132,7 +133,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(old: Cluster, tmp_path: Path) -> Iterator[Cluster]:
-    """The same two nodes, to be broken."""
+    """A copy of `old` for one test."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         for source, node in zip(old.nodes, cluster.nodes, strict=True):
             shutil.copytree(source.disk, node.disk, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".agent"))
@@ -148,7 +149,7 @@ def seed_of(checkpoint_id: str) -> Call[Any]:
 
 
 def killed(cluster: Cluster, case: Case) -> Attempt:
-    """A save in which the victim is killed where it was meant to be, and no other process is."""
+    """Runs a save in which the victim is killed at its failpoint, and no other agent or rank is killed."""
     cluster.start_agents({node: case.armed(f"agent{node}") for node in (0, 1)})
     for rank in (0, 1):
         cluster.nodes[rank].environment = case.armed(f"rank{rank}")
@@ -166,12 +167,12 @@ def killed(cluster: Cluster, case: Case) -> Attempt:
 
 
 def expected_seed(case: Case, attempt: Attempt) -> int:
-    """What the newest checkpoint holds after the restart: what was acknowledged or decided is never taken back."""
+    """The seed of the newest checkpoint after the restart: a save that was acknowledged or decided stays."""
     return NEW if attempt.codes == [0, 0] or case.is_decided else OLD
 
 
 def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
-    """Every node has these checkpoints, of the same saves, each with every copy of it that two copies mean here: all."""
+    """Both nodes have exactly these checkpoints, from the same saves, and a copy of every shard."""
     deadline = time.monotonic() + COPIES_WITHIN_S
     for node in cluster.nodes:
         assert node.checkpoints() == checkpoint_ids
@@ -190,7 +191,9 @@ def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
 
 @pytest.mark.parametrize("case", mark_long(NEW_ID, keep=QUICK), ids=lambda case: case.name)
 def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
-    """The old checkpoint loads bit for bit, the killed one is whole or gone, alike everywhere, and the next save works."""
+    """The old checkpoint loads bit for bit. The killed save is complete or absent, on both nodes alike. The next save
+    succeeds.
+    """
     expected = expected_seed(case, killed(cluster, case))
     latest, old, new, old_at_last = (seed_of(name) for name in ("latest", "step-1", "step-2", "step-1"))
     save_next = call(fault.save_next, kinds=KINDS, attempted="step-2", otherwise="step-3")
@@ -207,7 +210,7 @@ def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
 
 @pytest.mark.parametrize("case", mark_long(SAME_ID, keep=[SAME_ID[0], SAME_ID[-1]]), ids=lambda case: case.name)
 def test_a_kill_while_a_checkpoint_is_replaced(cluster: Cluster, case: Case) -> None:
-    """Once a replacement is decided its id means the new values, whole, on every node; and it can be replaced again."""
+    """The replacement is decided: afterwards the name loads the new values on every node, and can be replaced again."""
     killed(cluster, case)
     latest, replaced, replaced_again = (seed_of(name) for name in ("latest", "step-1", "step-1"))
     again = save("step-1", NEXT, overwrite=True)
@@ -220,7 +223,9 @@ def test_a_kill_while_a_checkpoint_is_replaced(cluster: Cluster, case: Case) -> 
 
 @pytest.mark.parametrize("case", mark_long(LEFT_TO_A_LOAD, keep=LEFT_TO_A_LOAD[-1:]), ids=lambda case: case.name)
 def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None:
-    """Ranks and agents are all killed: the next load leaves the killed save whole or gone, and no litter."""
+    """All ranks and agents are killed: after the next load the killed save is complete or absent, and no staged files
+    are left.
+    """
     expected = expected_seed(case, killed(cluster, case))
     for node in cluster.nodes:
         node.kill_agent()
@@ -236,9 +241,11 @@ def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None
     ("case", "lost"), mark_long(LOSSES, keep=LOSSES[-2:]), ids=lambda value: getattr(value, "name", f"lost{value}")
 )
 def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: int) -> None:
-    """With one node's disk gone as well, what was acknowledged loads bit for bit, and the other is whole or gone.
+    """One node's disk is lost as well: acknowledged checkpoints load bit for bit, and the killed save is complete or
+    absent.
 
-    Where only the lost node can have the decision, the other's part is in doubt until the operator gives that node up.
+    If only the lost node may have the decision, the save stays in doubt on the other node until the operator declares
+    the lost node gone.
     """
     attempt = killed(cluster, case)
     for node in cluster.nodes:
@@ -254,29 +261,28 @@ def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: 
     assert results.of(new).agreed() == NEXT
     is_in_doubt = only_decision_is_lost or (case.victim, case.point) == (f"rank{lost}", "coordinator.metadata-staged")
     if is_in_doubt:
-        give_up(cluster.nodes[1 - lost])
+        abort_for_lost_nodes(cluster.nodes[1 - lost])
     assert results.of(LITTER)[lost] == []
     assert (results.of(LITTER)[1 - lost] == []) != is_in_doubt
 
 
-def give_up(node: Node) -> None:
-    """Has `repair` give up what is in doubt there for nodes that never come back."""
+def abort_for_lost_nodes(node: Node) -> None:
+    """Runs `repair --lost` for every other node of the save that is in doubt."""
     store = LocalStore(node.disk)
     (staged,) = store.list_staged()
     lost = set(staged.nodes) - {store.node_id()}
     options = [option for name in sorted(lost) for option in ("--lost", name)]
-    main(
-        ["repair", "--root", str(node.disk), *options]
-    )  # its code tells of the other node's agent, too, which may have left
+    # The exit code is not checked: the other node's agent may have exited.
+    main(["repair", "--root", str(node.disk), *options])
     assert store.list_staged() == ()
 
 
-def test_every_failpoint_has_its_kill() -> None:
-    """A test kills a process at each failpoint."""
+def test_every_failpoint_has_a_kill() -> None:
+    """For each failpoint, a test kills a process there."""
     elsewhere = {"retire.gone"}  # tests/agent/repair/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
     elsewhere |= {name for name in ORDER if name.startswith("slim.")}  # test_kill_while_slimmed.py
     elsewhere |= {"store.linked"}  # tests/fault/killed/test_kill_in_links.py
-    elsewhere |= HANDED_OVER | LATER_SAVES  # tests/fault/killed/test_submitted_saves.py, test_kill_in_own_copies.py
+    elsewhere |= SUBMITTED | LATER_SAVES  # tests/fault/killed/test_submitted_saves.py, test_kill_in_own_copies.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}

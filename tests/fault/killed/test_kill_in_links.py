@@ -1,4 +1,4 @@
-"""A rank, or an agent, is killed in a save that links what has not changed."""
+"""A rank or an agent is killed in a save that makes hard links to unchanged shards."""
 
 import signal
 from collections.abc import Iterator
@@ -23,10 +23,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("victim", ["rank1", "agent0"])
 def test_a_kill_between_two_links_loses_nothing(cluster: Cluster, victim: str) -> None:
-    """The save is aborted, and all committed checkpoints stay as they were. The next job saves and links again.
-
-    An agent that dies costs its copy alone, or is started again.
-    """
+    """All committed checkpoints stay as they were, and the next job saves and links again."""
     number, environment = int(victim[-1]), {failpoints.ENV: "store.linked=kill@2"}
     cluster.start_agents({node: environment if victim == f"agent{node}" else {} for node in (0, 1)})
     if victim.startswith("rank"):

@@ -1,4 +1,4 @@
-"""A rank, or an agent, is killed in a save whose copies the buddies' ranks write from their own memory."""
+"""A rank or an agent is killed in a save in which the buddies' ranks write the copies from their own memory."""
 
 import signal
 import time
@@ -18,11 +18,12 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(3
 
 KINDS = ["app:unwrapped"]
 COPIES_WITHIN_S = 30.0
-# The first save sends its copies: the second one, step-1, is the first with helpers. Points are counted in one process.
+# The first save sends its copies; the second one, step-1, is the first in which buddies write them. `@n` counts the hits
+# in one process.
 BEFORE_DECISION = [
     ("rank.helped=kill", "rank0"),
     ("rank.helped=kill", "rank1"),
-    ("store.shard-fsynced=kill@3", "rank1"),  # of the copy: its own shard of each save comes first
+    ("store.shard-fsynced=kill@3", "rank1"),  # hit 3 is the copy: the rank writes its own shard of each save first
     ("store.shard-named=kill@3", "rank0"),
     ("rank.written=kill@2", "rank1"),
     ("rank.receipted=kill@2", "rank1"),
@@ -39,7 +40,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def await_copies(cluster: Cluster, checkpoint_id: str) -> None:
-    """Both nodes have the same two shards of it, soon."""
+    """Waits until both nodes have the same two shards of the checkpoint."""
     deadline = time.monotonic() + COPIES_WITHIN_S
     while True:
         found = [
@@ -52,8 +53,8 @@ def await_copies(cluster: Cluster, checkpoint_id: str) -> None:
         time.sleep(0.1)
 
 
-HANDED_OVER = [
-    ("rank.submitted=kill@3", "rank1", None),  # of the copy: a rank submits its own shard first
+SUBMITTED = [
+    ("rank.submitted=kill@3", "rank1", None),  # hit 3 is the copy: a rank submits its own shard first
     ("rank.receipted=kill@2", "rank0", None),
     ("agent.writing=kill@4", "agent1", None),
     ("agent.submitted=kill@3", "agent0", None),
@@ -63,14 +64,14 @@ HANDED_OVER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("armed", "victim", "is_decided"), mark_long(HANDED_OVER, keep=[HANDED_OVER[0], HANDED_OVER[4]])
-)
+@pytest.mark.parametrize(("armed", "victim", "is_decided"), mark_long(SUBMITTED, keep=[SUBMITTED[0], SUBMITTED[4]]))
 @pytest.mark.parametrize("ack", mark_long(["peer", "local"], keep=["peer"]))
 def test_a_kill_in_an_asynchronous_save_loses_nothing(
     cluster: Cluster, armed: str, victim: str, is_decided: bool | None, ack: str
 ) -> None:
-    """Of ranks and of agents, which then write such copies. None: either outcome, whole."""
+    """A rank or an agent is killed while agents write the copies. Where `is_decided` is None, the save may be complete
+    or absent.
+    """
     node = int(victim[-1])
     environment = {failpoints.ENV: armed}
     cluster.start_agents({index: environment if victim == f"agent{index}" else {} for index in (0, 1)})
@@ -99,7 +100,7 @@ def test_a_kill_in_an_asynchronous_save_loses_nothing(
 @pytest.mark.parametrize(("armed", "victim", "is_decided"), mark_long(CASES, keep=[CASES[1], CASES[3], CASES[-2]]))
 @pytest.mark.parametrize("lost", mark_long([None, 0, 1], keep=[None]))
 def test_a_kill_loses_nothing(cluster: Cluster, armed: str, victim: str, is_decided: bool, lost: int | None) -> None:
-    """The save is whole or gone, also after the loss of either node's disk. What was acknowledged loads."""
+    """The killed save is complete or absent, even if either node's disk is lost as well. The acknowledged save loads."""
     rank = int(victim[-1])
     cluster.nodes[rank].environment = {failpoints.ENV: armed}
     attempt = cluster.attempt([call(replicas.save_repeatedly, kind="unwrapped", saves=3, is_kept=True)], nodes=[0, 1])
@@ -114,7 +115,7 @@ def test_a_kill_loses_nothing(cluster: Cluster, armed: str, victim: str, is_deci
     again = call(replicas.save_repeatedly, kind="unwrapped", saves=2, is_kept=True)
     results = cluster.launch([newest, named, again], nodes=[0, 1])
     assert results.of(newest).agreed() == 0
-    # A decision that only the lost disk had is lost with it: nothing of that save was acknowledged.
+    # If only the lost disk had the decision, the save is lost. It was not acknowledged.
     if lost is None or not is_decided or armed.startswith("coordinator.published"):
         assert (results.of(named).agreed() == 0) == is_decided
     for name in ("run/step-0", "run/step-1"):

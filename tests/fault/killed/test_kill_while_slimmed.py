@@ -1,4 +1,6 @@
-"""SIGKILL while checkpoints lose their optimizer, at each failpoint and at random moments: each is full or slim, whole."""
+"""SIGKILL while checkpoints lose their optimizer, at each failpoint and at random moments: each checkpoint stays full
+or becomes slim, and is intact.
+"""
 
 import os
 import random
@@ -36,7 +38,7 @@ for name, manifest in list(LocalStore(root).catalog.committed()):
 
 
 def slimming(store: LocalStore, **environment: str) -> "subprocess.Popen[str]":
-    """A process that slims every checkpoint; it has begun when this returns."""
+    """Starts a process that slims every checkpoint. Returns once the process has begun."""
     words = [sys.executable, "-c", SLIM, str(store.root)]
     process = subprocess.Popen(
         words, env={**os.environ, "PYTHONPATH": str(HOME), **environment}, stdout=subprocess.PIPE, text=True
@@ -55,7 +57,9 @@ def stored(folder: Path) -> LocalStore:
 
 
 def count_slim(store: LocalStore) -> int:
-    """How many have lost their optimizer; every file of each is intact, and readers get the metadata of its manifest."""
+    """Returns the number of slim checkpoints. Checks that all files are intact, and that readers get the metadata that
+    belongs to the manifest.
+    """
     assert findings(store) == []
     for number in STEPS:
         manifest = store.catalog.manifest(f"step-{number}")
@@ -66,8 +70,8 @@ def count_slim(store: LocalStore) -> int:
     return sum(manifest.is_slim for _, manifest in store.catalog.committed())
 
 
-def check_over(store: LocalStore) -> None:
-    """Once it is done, only the weights are left."""
+def check_end(store: LocalStore) -> None:
+    """Lets the slimming finish, and checks that only the weights are left."""
     with slimming(store) as process:
         assert process.wait(60) == 0
     assert count_slim(store) == len(STEPS)
@@ -78,16 +82,16 @@ def check_over(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_each_step(tmp_path: Path, point: str) -> None:
-    """The third checkpoint is full before the rename and slim after it."""
+    """The third checkpoint is full if the kill is before the rename, and slim if it is after."""
     store = stored(tmp_path / "store")
     with slimming(store, **{failpoints.ENV: f"{point}=kill@3"}) as process:
         assert process.wait(60) == -signal.SIGKILL
     assert count_slim(store) == (2 if point == "slim.described" else 3)
-    check_over(store)
+    check_end(store)
 
 
 def test_kills_at_random_moments(tmp_path: Path) -> None:
-    """One after the other on one store, until all are slim."""
+    """Repeated kills on one store, until all checkpoints are slim."""
     store, drawn = stored(tmp_path / "store"), random.Random(0)
     before = 0
     for _ in range(KILLS):
@@ -97,11 +101,11 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
         after = count_slim(store)
         assert after >= before
         before = after
-    check_over(store)
+    check_end(store)
 
 
-def check_each(store: LocalStore) -> int:
-    """How many checkpoints have lost their optimizer; every file of the others and of the weights is intact."""
+def count_slim_of_many(store: LocalStore) -> int:
+    """Returns the number of slim checkpoints. Checks that all files are intact."""
     assert findings(store) == []
     slimmed = 0
     for number in MANY:
@@ -116,7 +120,9 @@ def check_each(store: LocalStore) -> int:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", mark_long([4, 900], keep=[4]))
 def test_kills_of_two_agents_that_slim(tmp_path: Path, kills: int) -> None:
-    """Both nodes' agents, at random moments after their ranks' policy came; the newest checkpoint stays full."""
+    """The agents of both nodes are killed at random moments after they got the policy. The newest checkpoint stays
+    full.
+    """
     drawn, done, amid = random.Random(kills), 0, 0
     while done < kills:
         stores = [LocalStore(tmp_path / f"{done}" / f"node{index}") for index in range(2)]
@@ -130,8 +136,8 @@ def test_kills_of_two_agents_that_slim(tmp_path: Path, kills: int) -> None:
                 time.sleep(drawn.uniform(0.0, 0.3))
                 for agent in running:
                     agent.process.kill()
-            after = [check_each(store) for store in stores]
+            after = [count_slim_of_many(store) for store in stores]
             amid += sum(0 < count < len(MANY) - 1 for count in after)
             assert [max(pair) for pair in zip(slimmed, after, strict=True)] == after
             slimmed, done = after, done + len(stores)
-    assert amid >= kills // 10  # the kills were between the first and the last checkpoint
+    assert amid >= kills // 10  # enough kills were between the first and the last checkpoint

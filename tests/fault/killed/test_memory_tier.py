@@ -1,4 +1,6 @@
-"""The memory tier: every checkpoint in the memory of its node and of the buddy, and some of them on disks."""
+"""The memory tier: every checkpoint is in the memory of its node and of the buddy, and every third one also on the
+disks.
+"""
 
 import shutil
 import signal
@@ -31,7 +33,7 @@ LOST_AFTER_S = SilenceTimeouts().lost_after_s
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A directory in memory, also where the tests' own directory is on a disk."""
+    """A directory in memory, even if the tests' own directory is on a disk."""
     base = Path(tempfile.mkdtemp(prefix="rckpt-test-", dir="/dev/shm"))
     yield base
     shutil.rmtree(base, ignore_errors=True)
@@ -39,7 +41,7 @@ def base() -> Iterator[Path]:
 
 @pytest.fixture
 def cluster(base: Path, tmp_path: Path) -> Iterator[Cluster]:
-    """Two nodes with a disk each, and their memory tiers behind them."""
+    """Two nodes with a disk each. Their memory tiers follow as nodes 2 and 3."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         tiers = [base / f"memory{index}" for index in range(2)]
         cluster.nodes += [Node(tier, tier) for tier in tiers]
@@ -55,7 +57,9 @@ def disks_of(cluster: Cluster) -> list[Node]:
 
 
 def train_and_die(cluster: Cluster, last: int, first: int = 1, disk_every: int = DISK_EVERY, **options: Any) -> None:
-    """Each step is in the buddy's memory before the next; after the last one every trainer is killed."""
+    """Trains until step `last`, and then kills every trainer. Each step is in the buddy's memory before the next one
+    begins.
+    """
     steps = list(range(first, last + 1))
     train = call(memory.train, steps=steps, disk_every=disk_every, die_after=last, **options)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
@@ -63,18 +67,18 @@ def train_and_die(cluster: Cluster, last: int, first: int = 1, disk_every: int =
 
 
 def restore(cluster: Cluster, nodes: tuple[int, ...] = (0, 1), **arguments: Any) -> list[dict[str, Any]]:
-    """What each rank of a new job finds."""
+    """What each rank of a new job restores."""
     return cluster.run(call(memory.restore, disk_every=DISK_EVERY, **arguments), nodes=nodes)
 
 
 def lose_node(cluster: Cluster, index: int) -> None:
-    """Its agents are killed, and disk and memory are gone."""
+    """Kills the node's agents, and deletes its disk and its memory."""
     for node in (disks_of(cluster)[index], tiers_of(cluster)[index]):
         node.lose()
 
 
 def test_killed_trainers_restart_from_their_nodes_memory(cluster: Cluster) -> None:
-    """No byte of a disk is read: the newest step is in each node's own memory, and the disks have an older one."""
+    """The newest step comes from each node's own memory, although the older step on the disks was deleted."""
     train_and_die(cluster, 5)
     assert [disk.checkpoints() for disk in disks_of(cluster)] == [{"step-3"}] * 2
     for disk in disks_of(cluster):
@@ -87,7 +91,7 @@ def test_killed_trainers_restart_from_their_nodes_memory(cluster: Cluster) -> No
 
 @pytest.mark.parametrize("lost", mark_long([0, 1], keep=[0]))
 def test_a_lost_node_resumes_from_its_buddys_memory(cluster: Cluster, lost: int) -> None:
-    """Not one step is lost that was in the buddy's memory, whichever node goes with its disk and its memory."""
+    """Whichever node is lost with its disk and its memory: the newest step comes from the other node's memory."""
     train_and_die(cluster, 5)
     lose_node(cluster, lost)
     assert [(each["found"], each["values"]) for each in restore(cluster)] == [(5, [5.0])] * 2
@@ -95,15 +99,17 @@ def test_a_lost_node_resumes_from_its_buddys_memory(cluster: Cluster, lost: int)
 
 @pytest.mark.long
 def test_memory_of_the_only_node_left_does_not_fill(cluster: Cluster) -> None:
-    """Its checkpoints have one copy where two are wanted: older ones go while the lost node is still waited for."""
+    """Its checkpoints have one copy of the two wanted. Retention still removes the older ones, before the lost node
+    counts as lost.
+    """
     train_and_die(cluster, 2)
     lose_node(cluster, 1)
     cluster.launch([call(memory.train, steps=list(range(3, 9)), disk_every=100)], nodes=[0])
     await_checkpoints(tiers_of(cluster)[:1], {"step-7", "step-8"}, LOST_AFTER_S / 2)
 
 
-def test_every_nth_is_on_disks_also_after_a_restart(cluster: Cluster) -> None:
-    """With both copies: the count goes on where it was, in whichever process; and memory keeps the last two."""
+def test_every_nth_step_is_on_disks_also_after_a_restart(cluster: Cluster) -> None:
+    """The count of steps continues in the new job: every third step is on both disks, and memory keeps the last two."""
     train_and_die(cluster, 4)
     train_and_die(cluster, 10, first=5)
     for disk in disks_of(cluster):
@@ -121,14 +127,14 @@ def await_checkpoints(nodes: list[Node], wanted: set[str], within_s: float = RET
         time.sleep(0.05)
 
 
-def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluster: Cluster) -> None:
-    """Memory has the third step and the disks do not: they get the fourth, and not the sixth as the next one."""
+def test_the_next_job_makes_a_disk_save_in_which_all_trainers_were_killed(cluster: Cluster) -> None:
+    """Step 3 is in memory but not on the disks. The next job saves step 4 to the disks, and does not wait for step 6."""
     train_and_die(cluster, 2)
     for disk in disks_of(cluster):
-        disk.environment[failpoints.ENV] = "rank.registered=kill@2"  # memory first, then the disk
+        disk.environment[failpoints.ENV] = "rank.registered=kill@2"  # hit 2: the save to the disk
     train = call(memory.train, steps=[3], disk_every=DISK_EVERY)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
-    assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
+    assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have ended with an error
     for disk in disks_of(cluster):
         disk.environment.clear()
     assert [node.checkpoints() >= {"step-3"} for node in cluster.nodes] == [False, False, True, True]
@@ -136,8 +142,10 @@ def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluste
     assert [disk.checkpoints() for disk in disks_of(cluster)] == [{"step-4"}] * 2
 
 
-def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Cluster) -> None:
-    """Rank 0's node is blank, all memory is gone, and what the other disk holds is not whole: the look fails."""
+def test_a_first_save_continues_the_run_that_another_node_holds(cluster: Cluster) -> None:
+    """Rank 0's node is blank, all memory is lost, and the other disk has only an incomplete checkpoint: the next save
+    still continues the run.
+    """
     train_and_die(cluster, 2, disk_every=1, copies=1)
     lose_node(cluster, 0)
     tiers_of(cluster)[1].lose()
@@ -149,8 +157,8 @@ def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Clus
 
 
 @pytest.mark.long
-def test_where_all_memory_is_gone_the_disks_newest_loads(cluster: Cluster) -> None:
-    """As after a loss of power: the last spilled step is whole, and what is saved then is newer than what was lost."""
+def test_when_all_memory_is_lost_the_disks_newest_step_loads(cluster: Cluster) -> None:
+    """As after a power loss: the newest step on the disks loads, and the job continues from there with newer saves."""
     train_and_die(cluster, 5)
     for tier in tiers_of(cluster):
         tier.lose()
@@ -161,8 +169,10 @@ def test_where_all_memory_is_gone_the_disks_newest_loads(cluster: Cluster) -> No
         assert (found["found"], found["values"]) == (5, [5.0])
 
 
-def test_a_step_that_memory_cannot_give_is_loaded_from_the_disk(cluster: Cluster) -> None:
-    """Both copies of a shard in memory are damaged: the next older step in memory loads; without it the disk's does."""
+def test_a_damaged_step_in_memory_falls_back_to_older_steps(cluster: Cluster) -> None:
+    """Both copies of the newest step in memory are damaged: the next older step in memory loads. If that one is damaged
+    too, the disk's step loads.
+    """
     train_and_die(cluster, 5)
     damage(cluster, "step-5")
     for found in restore(cluster):
@@ -173,15 +183,15 @@ def test_a_step_that_memory_cannot_give_is_loaded_from_the_disk(cluster: Cluster
 
 
 def damage(cluster: Cluster, checkpoint_id: str) -> None:
-    """Flips a bit in the middle of every shard's every copy, in memory."""
+    """Flips a bit in the middle of every copy of every shard in memory."""
     for tier in tiers_of(cluster):
         for path in (tier.root / checkpoint_id).glob("*.distcp"):
             flip(path)
 
 
-@pytest.mark.long  # tests/dcp/manager/test_memory_tier.py has it of one process
-def test_a_step_by_its_number_falls_back_to_the_disk(cluster: Cluster) -> None:
-    """A step that lies in both tiers and is damaged in memory comes from the disk."""
+@pytest.mark.long  # tests/dcp/manager/test_memory_tier.py tests the same in one process
+def test_a_step_loaded_by_number_falls_back_to_the_disk(cluster: Cluster) -> None:
+    """A step that is damaged in memory loads from its copy on the disk."""
     train_and_die(cluster, 4)
     damage(cluster, "step-3")
     for found in restore(cluster, wanted=3):
@@ -189,7 +199,7 @@ def test_a_step_by_its_number_falls_back_to_the_disk(cluster: Cluster) -> None:
 
 
 def test_deleting_a_step_removes_it_from_both_tiers(cluster: Cluster) -> None:
-    """It is in neither afterwards, and a second call finds none."""
+    """A second call finds no such step."""
     train_and_die(cluster, 4)
     await_checkpoints(tiers_of(cluster), {"step-3", "step-4"})
     deleted = cluster.run(call(memory.delete, disk_every=DISK_EVERY, wanted=3), nodes=[0, 1])
@@ -198,10 +208,10 @@ def test_deleting_a_step_removes_it_from_both_tiers(cluster: Cluster) -> None:
         assert "step-3" not in node.checkpoints()
 
 
-def test_what_does_not_fit_is_refused_before_it_is_taken(cluster: Cluster) -> None:
-    """Every rank hears how much is missing on which node; nothing is written, and the steps before stand."""
+def test_a_save_that_does_not_fit_is_refused_before_it_begins(cluster: Cluster) -> None:
+    """Every rank gets the error, nothing is written, and the earlier steps stay."""
     train_and_die(cluster, 2)
-    numbers = measure_memory(tiers_of(cluster)[0].root) // 4 // 3  # one save fits, three do not by far
+    numbers = measure_memory(tiers_of(cluster)[0].root) // 4 // 3  # one save fits, three are far too large
     refuse = call(memory.refuse, disk_every=DISK_EVERY, number=3, numbers=numbers)
     results = cluster.run(refuse, nodes=[0, 1])
     for said, *left in results:
@@ -214,7 +224,9 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(cluster: Cluster) -> No
 
 @pytest.mark.parametrize("seed", mark_long(range(10), keep=[0]))
 def test_a_node_lost_at_any_moment_costs_one_step_at_most(cluster: Cluster, seed: int) -> None:
-    """A node's trainer and agents are killed while saves go on: what the survivor saw acknowledged is there, or newer."""
+    """A node's trainer and agents are killed during saves: the last step that the survivor saw acknowledged, or the
+    next one, loads.
+    """
     lost = seed % 2
     delay_s = Random(seed).uniform(0.0, 3.0)
     train = call(memory.train_on, disk_every=DISK_EVERY, node=lost, delay_s=delay_s)
@@ -230,21 +242,25 @@ def test_a_node_lost_at_any_moment_costs_one_step_at_most(cluster: Cluster, seed
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("kills", mark_long([3, 100], keep=[3]))
 def test_no_acknowledged_step_is_lost_however_often_all_trainers_are_killed(cluster: Cluster, kills: int) -> None:
-    """At random moments of saves that agents complete: each new job restores what was acknowledged, or a newer step."""
+    """All trainers are killed at random moments of saves that agents complete. Each new job restores the last
+    acknowledged step, or a newer one.
+    """
     draw = Random(kills)
     for _ in range(kills):
         train = call(memory.train_until_killed, disk_every=DISK_EVERY, delay_s=draw.uniform(0.1, 2.0))
         attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
-        assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
+        assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have ended with an error
         assert not any("AssertionError" in failure for failure in attempt.failures), attempt
         acknowledged = await_acknowledged(cluster)
     for found in restore(cluster):
-        assert (found["found"] or 0) >= acknowledged  # on a busy machine all may have been killed before the first
+        assert (found["found"] or 0) >= acknowledged  # 0 if every job was killed before its first step
         assert found["values"] == [float(found["found"] or UNSAVED)]
 
 
 def await_acknowledged(cluster: Cluster) -> int:
-    """Agents complete what was acknowledged: then each node has it, or a newer step. Returns that step, or 0."""
+    """Waits until each node has the last acknowledged step or a newer one, as agents complete these saves. Returns that
+    step, or 0.
+    """
     noted = tiers_of(cluster)[0].root.parent.glob("acknowledged?")
     acknowledged = max((int(path.read_text()) for path in noted), default=0)
     deadline = time.monotonic() + RETAINED_WITHIN_S

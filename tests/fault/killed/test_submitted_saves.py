@@ -1,4 +1,6 @@
-"""The hand-over of asynchronous saves: the agent reads the ranks' memory, and nothing that dies loses what was promised."""
+"""Submission of asynchronous saves: the agent reads the ranks' memory, and no acknowledged save is lost when a process
+dies.
+"""
 
 import gc
 import os
@@ -36,7 +38,7 @@ SHARD = str(ShardName(0, 0))
 FILES = {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
 SETTLED_WITHIN_S = 30.0
 ROUND_WITHIN_S = STALE_SAVE_GRACE_S + 60.0
-"""By then each agent has had a round of re-protection, which settles what ranks have left that handed nothing over."""
+"""By then each agent has had a round of re-protection, which settles saves whose ranks died before they submitted."""
 AGENTS_STAY_S = 600.0
 
 
@@ -66,8 +68,8 @@ def submitted(store: LocalStore, *pieces: tuple[int, int, int]) -> SubmittedShar
     return SubmittedShard(WantedCopies(SAVE, SHARD, store.node_id()), pieces)
 
 
-def test_a_shard_is_what_its_pieces_say(store: LocalStore) -> None:
-    """Pieces of two descriptors, in their order; and both are closed afterwards."""
+def test_a_shard_consists_of_its_pieces(store: LocalStore) -> None:
+    """The shard consists of pieces of two descriptors, in their order. Both descriptors are closed afterwards."""
     staged, between = memory(b"0123456789" * 100_000), memory(b"abc")
     written = (
         Submissions(store)
@@ -84,10 +86,12 @@ def test_a_shard_is_what_its_pieces_say(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 11], ids=["written", "cut short"])
-def test_the_memory_is_closed_before_anybody_hears(
+def test_the_descriptor_is_closed_before_the_result_is_set(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Who waits for the shard may count descriptors, or write to the segment anew: the agent has let go of it."""
+    """The agent closes the descriptor before the result is set. A waiting caller may then count descriptors, or write
+    to the segment again.
+    """
     close = os.close
 
     def close_slowly(fd: int) -> None:
@@ -101,8 +105,8 @@ def test_the_memory_is_closed_before_anybody_hears(
         os.fstat(staged)
 
 
-def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> None:
-    """A rank that truncates its segment gets an error; the agent lives and takes the shard again."""
+def test_a_truncated_segment_fails_only_its_shard(store: LocalStore) -> None:
+    """A rank truncates its memory segment: it gets an error, and the agent accepts the shard again."""
     submissions, staged = Submissions(store), memory(b"0" * 1000)
     os.ftruncate(staged, 10)
     with pytest.raises(ObjectCorrupt, match="shorter than the rank announced"):
@@ -111,8 +115,8 @@ def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> No
     assert submissions.take_shard(submitted(store, (0, 0, 10)), [memory(b"0" * 10)]).result(30).size_bytes > 10
 
 
-def test_a_shard_that_failed_holds_no_memory_of_the_agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last 64 shards that it failed to write, as on a full disk, the agent keeps why: not the buffers of each."""
+def test_a_failed_shard_frees_its_buffers(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its last 64 failed shards the agent keeps the errors, but not the buffers."""
     buffers: list[weakref.ref[Buffers]] = []
 
     class Watched(Buffers):
@@ -128,13 +132,13 @@ def test_a_shard_that_failed_holds_no_memory_of_the_agent(store: LocalStore, mon
         for _ in range(3):
             failed = submissions.take_shard(submitted(store, (0, 0, 11)), [memory(b"0" * 10)])
             assert isinstance(failed.exception(30), ObjectCorrupt)
-        wait_for(lambda: [ref() for ref in buffers] == [None] * 3, 30, "the ends of the threads")
+        wait_for(lambda: [ref() for ref in buffers] == [None] * 3, 30, "the release of all buffers")
     finally:
         gc.enable()
 
 
 def test_a_shard_is_written_at_the_pace_of_copies(store: LocalStore) -> None:
-    """Behind training; an agent that is told to stop writes what is left as fast as it goes."""
+    """The agent limits its rate while training goes on. When it stops, it writes the remaining shards at full speed."""
     stopping, submissions, size = threading.Event(), Submissions(store), 12 << 20
     submissions.pace = Pace(8 << 20, stopping)
     started = time.monotonic()
@@ -148,8 +152,10 @@ def test_a_shard_is_written_at_the_pace_of_copies(store: LocalStore) -> None:
     assert future.result(30).size_bytes > size
 
 
-def test_a_shard_that_is_written_anew_is_not_named_by_the_first_writer(store: LocalStore) -> None:
-    """An agent that hangs and goes on, while its rank writes by itself, touches nothing of what the rank writes."""
+def test_the_first_writer_does_not_publish_a_shard_that_is_written_again(store: LocalStore) -> None:
+    """The agent hangs, its rank writes the shard itself, and the agent continues: the agent does not touch the rank's
+    file.
+    """
     path = store.path_of_staged(SAVE, SHARD)
     hung, rank = FileSink.create(path), FileSink.create(path)
     hung.write(memoryview(b"old"))
@@ -160,8 +166,8 @@ def test_a_shard_that_is_written_anew_is_not_named_by_the_first_writer(store: Lo
     assert path.read_bytes() == b"new"
 
 
-def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster) -> None:
-    """The same shards, byte for byte, though an agent has written the one and a rank the other."""
+def test_an_asynchronous_save_equals_a_synchronous_one_bit_for_bit(cluster: Cluster) -> None:
+    """Shards that an agent wrote equal the shards that a rank wrote, byte for byte."""
     saves = [
         call(state.save, kinds=KINDS, checkpoint_id="step-0", seed=0),
         call(async_saves.save, kinds=KINDS, checkpoint_ids=["step-1"]),
@@ -173,8 +179,8 @@ def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster)
             assert (node.disk / "step-0" / name).read_bytes() == (node.disk / "step-1" / name).read_bytes()
 
 
-def test_the_trainer_writes_none_of_the_bytes(cluster: Cluster) -> None:
-    """Once the state is staged the agent writes it; a trainer whose agent cannot be reached writes it itself."""
+def test_the_trainer_writes_only_if_its_agent_cannot(cluster: Cluster) -> None:
+    """The agent writes the staged state. A trainer that cannot reach its agent writes the state itself."""
     call_of_saves = call(async_saves.bytes_of_saves, mebibytes=64)
     for written in cluster.run(call_of_saves, nodes=[0, 1], timeout_s=280.0):
         assert written["agent"] < 1 << 20
@@ -193,7 +199,7 @@ def await_all(cluster: Cluster, is_so: Callable[[Node], bool], within_s: float =
 
 
 def save(cluster: Cluster, **armed: str) -> Attempt:
-    """An asynchronous save with these failpoints; if a rank is killed all of them are."""
+    """An asynchronous save with these failpoints. If one rank is killed, all of them are."""
     often = {"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "1"}
     points = {node: {failpoints.ENV: armed.get(f"agent{node}", ""), **often} for node in (0, 1)}
     cluster.start_agents(points, idle_exit_s=AGENTS_STAY_S)
@@ -208,7 +214,7 @@ def save(cluster: Cluster, **armed: str) -> Attempt:
 
 
 def seed(cluster: Cluster) -> Any:
-    """What the checkpoint loads as, in a new job: 0 if as it was saved."""
+    """The seed of the checkpoint that a new job loads: 0 if the values are as saved."""
     found = call(fault.seed_of, kinds=KINDS, checkpoint_id="step-1", seeds=[0])
     litter = call(fault.litter, within_s=SETTLED_WITHIN_S)
     results = cluster.launch([found, litter], nodes=[0, 1])
@@ -217,20 +223,22 @@ def seed(cluster: Cluster) -> Any:
 
 
 @pytest.mark.parametrize("slow", mark_long(["rank0", "agent0", "agent1"], keep=["agent1"]))
-def test_all_trainers_die_once_the_save_is_handed_over(cluster: Cluster, slow: str) -> None:
-    """All ranks are killed while agents still have bytes to write: both nodes publish it, whole, and it loads."""
+def test_all_trainers_die_after_the_save_is_submitted(cluster: Cluster, slow: str) -> None:
+    """All ranks are killed while the agents still have bytes to write: both nodes publish the save, and it loads."""
     armed = {"rank0": "coordinator.submitted=kill"}
     attempt = save(cluster, **{**({slow: "agent.writing=sleep:3"} if slow != "rank0" else {}), **armed})
-    assert attempt.codes[0] == -signal.SIGKILL  # the other one is killed with it, or ends by its own error
+    assert attempt.codes[0] == -signal.SIGKILL  # the other rank is killed as well, or ends with an error
     await_all(cluster, has_all)
     assert seed(cluster) == 0
 
 
-def test_all_trainers_die_and_all_agents_are_told_to_stop(cluster: Cluster) -> None:
-    """SIGTERM to all agents together, with bytes still to write and to send: when they are gone the save is whole."""
+def test_all_trainers_die_and_all_agents_get_sigterm(cluster: Cluster) -> None:
+    """All agents get SIGTERM while they still have bytes to write and to send: when they have ended, the save is
+    complete.
+    """
     slow = "agent.writing=sleep:3"
     save(cluster, rank0="coordinator.submitted=kill", agent0=slow, agent1=slow)
-    assert not any(node.checkpoints() for node in cluster.nodes), "they were to be told before the save is over"
+    assert not any(node.checkpoints() for node in cluster.nodes), "the save was published before SIGTERM"
     cluster.stop_agents()
     assert all(map(has_all, cluster.nodes)), [(node.checkpoints(), node.staging()) for node in cluster.nodes]
     assert seed(cluster) == 0
@@ -239,7 +247,7 @@ def test_all_trainers_die_and_all_agents_are_told_to_stop(cluster: Cluster) -> N
 @pytest.mark.parametrize(
     "armed",
     [
-        long({"rank0": "rank.handing-over=kill"}),  # a minute: STALE_SAVE_GRACE_S
+        long({"rank0": "rank.handing-over=kill"}),  # takes STALE_SAVE_GRACE_S, a minute
         long({"rank0": "rank.handing-over=kill", "rank1": "rank.handing-over=sleep:60"}),
         {"rank1": "rank.submitted=kill"},
         long({"rank0": "rank.submitted=kill"}),
@@ -248,10 +256,10 @@ def test_all_trainers_die_and_all_agents_are_told_to_stop(cluster: Cluster) -> N
     ],
     ids=str,
 )
-def test_all_trainers_die_before_that(cluster: Cluster, armed: dict[str, str]) -> None:
-    """The save is gone from every node, without another save or load.
+def test_all_trainers_die_before_the_save_is_submitted(cluster: Cluster, armed: dict[str, str]) -> None:
+    """The save is removed from every node, without another save or load.
 
-    Within seconds where all agents were handed their shards; else, as a rank may die before that, by re-protection.
+    If all agents had got their shards, this takes seconds. Otherwise re-protection removes the save later.
     """
     assert -signal.SIGKILL in save(cluster, **armed).codes
     await_all(cluster, lambda node: not node.staging() and not node.checkpoints(), ROUND_WITHIN_S)
@@ -268,8 +276,8 @@ def test_all_trainers_die_before_that(cluster: Cluster, armed: dict[str, str]) -
         long(0, "agent.finished"),
     ],
 )
-def test_an_agent_dies_with_a_save_in_its_hands(cluster: Cluster, agent: int, point: str) -> None:
-    """Its ranks live: they start it again and hand over again. The save succeeds, with both copies, bit for bit."""
+def test_an_agent_dies_with_a_submitted_save(cluster: Cluster, agent: int, point: str) -> None:
+    """The ranks start the agent again, and submit their shards again. The save succeeds with both copies, bit for bit."""
     attempt = save(cluster, **{f"agent{agent}": f"{point}=kill"})
     assert cluster.agent_code(agent) == -signal.SIGKILL, f"{point} was not reached"
     assert attempt.codes == [0, 0], attempt
@@ -279,7 +287,9 @@ def test_an_agent_dies_with_a_save_in_its_hands(cluster: Cluster, agent: int, po
 
 @pytest.mark.parametrize(("point", "is_decided"), [("agent.finishing", False), ("agent.decided", True)])
 def test_trainers_and_an_agent_die(cluster: Cluster, point: str, is_decided: bool) -> None:
-    """The coordinator's agent goes with all ranks: what it had decided is whole after the next load, else whole or gone."""
+    """All ranks and the coordinator's agent die. A decided save is complete after the next load; an undecided one is
+    complete or absent.
+    """
     save(cluster, rank0="coordinator.submitted=kill", agent0=f"{point}=kill")
     assert cluster.agent_code(0) == -signal.SIGKILL, f"{point} was not reached"
     gone = [] if is_decided else [["CheckpointNotFound"], ["CheckpointNotCommitted"]]

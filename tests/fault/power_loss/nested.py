@@ -1,4 +1,6 @@
-"""A crash in what repairs a crash: the restart is recorded too, and the power goes again at any moment of it."""
+"""A second power loss while a node recovers from the first: the restart is recorded too, and the power can fail at any
+moment of it.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -27,13 +29,13 @@ def restarted(store: LocalStore) -> None:
 
 
 def settled_by_next_save(store: LocalStore) -> None:
-    """A process alone begins its next save, of the same checkpoint; no agent starts."""
+    """A process without an agent opens its next save of the same checkpoint, and settles the earlier one."""
     service = NodeService(store)
     settle(service, service.open_save(Intent(NEXT, CHECKPOINT, "session", overwrite=True))[1], ())
 
 
 def committed_again(store: LocalStore) -> None:
-    """Whoever got no answer asks for the commit once more."""
+    """A caller that got no answer repeats the commit."""
     with contextlib.suppress(SaveAborted, StoreError):
         store.commit(NEW)
 
@@ -46,9 +48,10 @@ def saved_again(store: LocalStore) -> None:
 
 
 def gone_on_after_kill(log: Log, position: int, base: Path, go_on: Callable[[LocalStore], None] = restarted) -> Log:
-    """The process is killed after the first operations, nothing being lost; another one goes on.
+    """The process is killed after the first `position` operations, and the node continues with `go_on`. Returns the log
+    of both.
 
-    What was not durable at the kill is not durable now, so a later power loss can still take it.
+    Operations that were not durable at the kill stay not durable, so a later power loss can still lose them.
     """
     before = log.up_to(position)
     build(before.replayed().tree(), base)
@@ -56,16 +59,17 @@ def gone_on_after_kill(log: Log, position: int, base: Path, go_on: Callable[[Loc
 
 
 def restarted_after_power_loss(state: CrashState, base: Path) -> Log:
-    """The power was lost, and all that is left is durable; what follows is the restart."""
+    """The log of the restart after a power loss. All that the power loss left is durable."""
     build(state.tree, base)
     log = Log(disk_of(state.tree), [Mark(subject, allowed) for subject, allowed in state.promises.items()])
     return _gone_on(Recorder(base, log), state.promises, restarted)
 
 
 def _gone_on(recorder: Recorder, promises: Promises, go_on: Callable[[LocalStore], None]) -> Log:
-    """Records what comes next. What the node holds after that is what it must hold from there on; before, either.
+    """Records `go_on`. The promises are those made before; once it has ended, the node promises exactly what it holds
+    then.
 
-    A shard of a save that is not decided here is given up, as there is no peer that knows more.
+    The promise of durable shards ends: with no peer to ask, the node drops the shards of an undecided save.
     """
     store = LocalStore(recorder.base / STORE)
     for subject, allowed in promises.items():

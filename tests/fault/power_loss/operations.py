@@ -1,4 +1,4 @@
-"""What a file system was told, in order: the log that a power loss cuts off, and the disk that it describes."""
+"""The operations of a file system in order: the log that a power loss cuts off, and the disk that results from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,9 @@ Tree = Mapping[str, bytes | None]
 
 @dataclass(frozen=True)
 class Names:
-    """One atomic change of names: each entry gets an inode, or None if the name goes. `what` is the call that did it."""
+    """One atomic change of names: each entry gets an inode, or None if the name is removed. `what` is the call that
+    made the change.
+    """
 
     what: str
     changes: tuple[tuple[Entry, int | None], ...]
@@ -59,7 +61,9 @@ class Sync:
 
 @dataclass(frozen=True)
 class Mark:
-    """What the caller of the store was promised at this moment; a later mark of the same subject replaces it."""
+    """The values of `subject` that the node promises from this moment on. A later mark of the same subject replaces
+    this one.
+    """
 
     subject: str
     allowed: tuple[object, ...]
@@ -93,7 +97,7 @@ class Disk:
             self.contents[operation.inode] = changed(self.contents[operation.inode], operation)
 
     def make_inodes(self, operation: Names) -> None:
-        """Makes what the operation creates, empty, without giving it a name."""
+        """Creates the operation's new inodes, empty and without a name."""
         for _, inode in operation.changes:
             if inode is None or inode in self.names or inode in self.contents:
                 continue
@@ -114,7 +118,7 @@ class Disk:
         return found
 
     def tree(self) -> dict[str, bytes | None]:
-        """What can be reached from the root."""
+        """Path and bytes of everything that is reachable from the root. Directories have None."""
         found: dict[str, bytes | None] = {}
         waiting = [("", ROOT)]
         while waiting:
@@ -132,7 +136,7 @@ class Disk:
 
 
 def changed(content: bytes, operation: Write | Truncate) -> bytes:
-    """A file's bytes after one write or truncation; what lies beyond the old end is zero."""
+    """A file's bytes after one write or truncation. Bytes beyond the old end are zero."""
     if isinstance(operation, Truncate):
         return content[: operation.size_bytes].ljust(operation.size_bytes, b"\0")
     end = operation.offset + len(operation.data)
@@ -141,17 +145,17 @@ def changed(content: bytes, operation: Write | Truncate) -> bytes:
 
 @dataclass
 class Log:
-    """A durable disk, and the operations on it since."""
+    """A durable disk, and the operations since then."""
 
     initial: Disk = field(default_factory=Disk)
     operations: list[Operation] = field(default_factory=list)
 
     def up_to(self, count: int) -> "Log":
-        """The first operations only; shares no list with this log."""
+        """The first `count` operations. Shares no list with this log."""
         return Log(self.initial.copy(), self.operations[:count])
 
     def replayed(self) -> Disk:
-        """The disk after all operations, none lost."""
+        """The disk after all operations, with none lost."""
         disk = self.initial.copy()
         for operation in self.operations:
             disk.apply(operation)
@@ -166,7 +170,7 @@ def tree_of(path: Path) -> dict[str, bytes | None]:
 
 
 def disk_of(tree: Tree) -> Disk:
-    """A disk that holds a tree, all of it durable."""
+    """A disk that holds the tree, all of it durable."""
     disk = Disk()
     inode_by_path = {"": ROOT}
     for number, (path, content) in enumerate(sorted(tree.items()), ROOT + 1):
@@ -181,7 +185,7 @@ def disk_of(tree: Tree) -> Disk:
 
 
 def build(tree: Tree, path: Path) -> None:
-    """Makes `path` a directory that holds a tree."""
+    """Creates the directory `path` with the contents of the tree."""
     path.mkdir()
     for name, content in sorted(tree.items()):
         if content is None:

@@ -1,4 +1,4 @@
-"""Which name and which inode a call means: by path, by descriptor, or by a name in the descriptor of a directory."""
+"""Which name and which inode a call refers to: by path, by descriptor, or by a name in a directory's descriptor."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.fault.power_loss.operations import ROOT, Disk, Entry
 
 
 class Places:
-    """Looks names up in `live`, the disk below `base` as it is now, and keeps which inode each descriptor is of."""
+    """Looks up names in `live`, the current disk below `base`, and tracks the inode of each descriptor."""
 
     def __init__(self, base: Path, live: Disk) -> None:
         self.base = base
@@ -22,7 +22,7 @@ class Places:
         self._inode_by_fd.pop(fd, None)
 
     def _entry(self, path: Any, dir_fd: int | None) -> Entry | None:
-        """The name that a call means; None outside of `base` or where a directory above it does not exist."""
+        """The entry that a call refers to. None if it is outside of `base`, or if a directory above it does not exist."""
         if dir_fd is not None:
             start = self._inode_of_fd(dir_fd)
             parts = Path(os.fsdecode(path)).parts
@@ -49,7 +49,7 @@ class Places:
         return inode if inode is not None and identity == _identity(fd) else None
 
     def _path(self, inode: int) -> str:
-        """Where an inode is now, relative to `base`."""
+        """The current path of an inode, relative to `base`."""
         for directory, names in self.live.names.items():
             for name, found in names.items():
                 if found == inode:

@@ -1,9 +1,9 @@
-"""Records what this process tells the file system below one directory: every call, in order, with its bytes.
+"""Records every call of this process that changes or syncs a file below one directory, in order, with its bytes.
 
-It replaces the functions of `os` (which `pathlib` and `shutil` call) and `renameat2`, which goes through ctypes. A call
-is made and noted under one lock, so the order in the log is the order in which the calls were made, also of several
-threads. What it cannot note is refused with an AssertionError: opening a file for writing through `io.open`, and calls
-that no part of the store makes. `test_recorder.py` holds the log against strace and against the real tree.
+The recorder replaces the functions of `os` (which `pathlib` and `shutil` call) and `renameat2`, which goes through
+ctypes. One lock covers a call and its record, so the log has the order of the calls, also across threads. Calls
+that cannot be recorded raise an AssertionError: opening a file for writing through `io.open`, and calls that the store
+never makes. `test_recorder.py` compares the log with strace and with the real tree.
 """
 
 import builtins
@@ -36,9 +36,9 @@ _REFUSED = ("symlink", "mkfifo", "mknod", "copy_file_range", "posix_fallocate", 
 
 
 class Recorder(Places):
-    """Records below `base` while it is entered. `log`: what was done there before, if not all of it is durable.
+    """Records below `base` while it is entered. `log`: the earlier operations there, if not all of them are durable.
 
-    `calls` is the same as text, one line for each call that changes or syncs something, as strace would show it.
+    `calls` has the same as text, in the form of strace: one line for each call that changes or syncs something.
     """
 
     def __init__(self, base: Path, log: Log | None = None) -> None:
@@ -50,7 +50,7 @@ class Recorder(Places):
         self._patches = contextlib.ExitStack()
 
     def mark(self, subject: str, *allowed: object) -> None:
-        """Notes what holds from now on, whatever happens."""
+        """Records a promise that holds from now on."""
         with self._lock:
             self.log.operations.append(Mark(subject, allowed))
 
@@ -213,8 +213,8 @@ class Recorder(Places):
                 if flags == durable._RENAME_NOREPLACE:
                     self._moved((one, other))
                     return True
-                assert one is not None, f"{first} is not known"
-                assert other is not None, f"{second} is not known"
+                assert one is not None, f"{first} is unknown"
+                assert other is not None, f"{second} is unknown"
                 changes = (one, self.live.lookup(other)), (other, self.live.lookup(one))
                 self._done(Names("exchange", changes), "exchange", self._named(one), self._named(other))
                 return True

@@ -2,27 +2,26 @@
 
 The model, which allows more than any one file system does:
 
-- Bytes that were written to a file since its last fsync may be there wholly; not at all, the file being as it was at
-  that fsync, or empty; as zeros, the size alone having been set; as a first part of them; or as a first part and zeros
-  up to the full size. An fsync makes the bytes of that file durable, and nothing else: not its name.
-- Each change of names (create, mkdir, link, unlink, rmdir, rename, exchange) may be lost or kept, whatever becomes of the
-  others, as long as its directory was not fsynced after it; one that touches two directories, until both were. It
-  happens wholly or not at all, a rename or an exchange included. Changes of one same name keep their order: a later
-  one is kept only with the earlier ones.
-- What was durable stays.
+- Bytes that were written to a file since its last fsync may all be there, or be missing in one of these ways: the file
+  is as it was at that fsync; it is empty; it has the new size, with zeros; it has a first part of the bytes, with or
+  without zeros up to the full size. An fsync makes the bytes of that file durable, but not its name.
+- Each change of names (create, mkdir, link, unlink, rmdir, rename, exchange) may be lost or kept independently of the
+  others, until its directory is fsynced; a change in two directories, until both are. Each change is atomic, renames and
+  exchanges included. Changes of the same name keep their order: a later one is kept only with the earlier ones.
+- Durable bytes and names stay.
 
-Sources: POSIX.1-2017, `fsync` and `rename`, which promise no more than this (a rename is atomic to other processes; that
-it is so across a crash is what Linux file systems give). Pillai et al., "All File Systems Are Not Created Equal", OSDI
-2014: the losses and reorderings found on ext2/3/4, btrfs, xfs and reiserfs, names of different directories persisted
-out of order among them. Linux `Documentation/filesystems/ext4`: delayed allocation leaves files of zero length, mode
+Sources: POSIX.1-2017, `fsync` and `rename`, which promise no more than this (a rename is atomic to other processes; Linux
+file systems keep it atomic across a crash). Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014: losses
+and reorderings on ext2/3/4, btrfs, xfs and reiserfs, for example names of different directories that were persisted
+out of order. Linux `Documentation/filesystems/ext4`: delayed allocation leaves files of zero length, mode
 `data=writeback` leaves sizes without the bytes. fsync(2): an fsync of a file "does not necessarily ensure that the entry
 in the directory containing the file has also reached disk". xfs: zeros or missing bytes after a crash, in the xfs FAQ.
 Left out: a disk that lies about an fsync, garbage in place of zeros (it fails a checksum as zeros do), torn names.
 
-Bounds: of up to EXHAUSTIVE pending changes of names every legal subset is tried; of more, none, all, each one lost alone
-(with what depends on it), each one kept alone (with what it depends on), and SAMPLES random ones. Every subset is
-combined with every state of the files that have bytes at risk if there are up to two of them; with more they vary one
-at a time, and all together.
+Bounds: with up to EXHAUSTIVE pending changes of names, every legal subset is tried. With more: none, all, each one lost
+alone (with what depends on it), each one kept alone (with what it depends on), and SAMPLES random subsets. Every subset
+is combined with the damages of the files that have bytes at risk: all combinations for up to two files, and otherwise
+one file at a time, and all files alike.
 """
 
 import itertools
@@ -37,12 +36,12 @@ EXHAUSTIVE = 10
 SAMPLES = 100
 
 Promises = Mapping[str, tuple[object, ...]]
-"""What was promised by the moment of the power loss: subject -> what may be found of it."""
+"""The promises at the moment of the power loss: the allowed values by subject."""
 
 
 @dataclass(frozen=True)
 class CrashState:
-    """One state: the power went after the first `position` operations of the log, and `lost` says what went with it."""
+    """One state: the power failed after the first `position` operations of the log, and `lost` describes the losses."""
 
     position: int
     lost: str
@@ -51,7 +50,7 @@ class CrashState:
 
     @cached_property
     def key(self) -> object:
-        """Equal for states that cannot be told apart."""
+        """Equal for states that cannot be distinguished."""
         return frozenset(self.tree.items()), frozenset(self.promises.items())
 
     def __str__(self) -> str:
@@ -59,7 +58,7 @@ class CrashState:
 
 
 class _Cache:
-    """What is durable and what is at risk while a log is gone through."""
+    """The durable disk and the operations at risk, while the log is replayed."""
 
     def __init__(self, initial: Disk) -> None:
         self.durable = initial.copy()
@@ -94,7 +93,7 @@ class _Cache:
 
 
 def needed_by(pending: list[Names]) -> list[frozenset[int]]:
-    """For each change of names the earlier ones that it is kept with: of the same names, and what those need."""
+    """For each change of names, the earlier changes that it requires: those of the same names, and what they require."""
     latest: dict[tuple[int, str], int] = {}
     needed: list[frozenset[int]] = []
     for index, operation in enumerate(pending):
@@ -105,7 +104,7 @@ def needed_by(pending: list[Names]) -> list[frozenset[int]]:
 
 
 def kept_subsets(pending: list[Names], seed: int) -> Iterator[frozenset[int]]:
-    """The sets of pending changes that may survive together; all of them, or as the module says."""
+    """The sets of pending changes that may survive together: all of them, or the sample that the module describes."""
     needed = needed_by(pending)
     everything = frozenset(range(len(pending)))
     if len(pending) <= EXHAUSTIVE:
@@ -133,7 +132,7 @@ def _closed_subsets(needed: list[frozenset[int]], index: int, kept: frozenset[in
 
 
 def surviving_contents(durable: bytes, written: list[Write | Truncate]) -> dict[str, bytes]:
-    """What a file may hold whose bytes were not fsynced: how it was damaged -> the bytes. "" is undamaged."""
+    """The possible contents of a file whose bytes were not fsynced, by damage. "" is undamaged."""
     whole = durable
     for operation in written:
         whole = changed(whole, operation)
@@ -150,7 +149,7 @@ def surviving_contents(durable: bytes, written: list[Write | Truncate]) -> dict[
 
 
 def _damages(dirty: Mapping[int, Mapping[str, bytes]]) -> Iterator[dict[int, str]]:
-    """Which damages of several files are tried together."""
+    """The combinations of damages to several files that are tried."""
     if len(dirty) <= 2:
         for combination in itertools.product(*dirty.values()):
             yield dict(zip(dirty, combination, strict=True))
@@ -162,7 +161,9 @@ def _damages(dirty: Mapping[int, Mapping[str, bytes]]) -> Iterator[dict[int, str
 
 
 def crash_states(log: Log, seed: int = 0, start: int = 0) -> Iterator[CrashState]:
-    """The different states after a power loss at any moment from operation `start` on, each with what was promised."""
+    """The distinct states after a power loss at any moment from operation `start` on, each with the promises of that
+    moment.
+    """
     cache = _Cache(log.initial)
     promises: dict[str, tuple[object, ...]] = {}
     seen: set[object] = set()
@@ -182,7 +183,7 @@ def crash_states(log: Log, seed: int = 0, start: int = 0) -> Iterator[CrashState
 
 
 def _surviving(cache: _Cache, seed: int) -> Iterator[tuple[str, Tree]]:
-    """What may be left at one moment."""
+    """The possible states at one moment, each with a description of the losses."""
     contents = {
         inode: surviving_contents(cache.durable.contents[inode], written) for inode, written in cache.dirty.items()
     }

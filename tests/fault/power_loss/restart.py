@@ -1,4 +1,4 @@
-"""What a node does after a power loss, and whether what it then holds keeps what was promised."""
+"""Restarts a node after a power loss, and checks that its promises still hold."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,11 +22,13 @@ from tests.fault.power_loss.scenarios import CHECKPOINT, LAST, no_mark, receive_
 
 _NAMES_OF_REPLACED = (replaced_name, version_metadata_name)
 OTHER_PID = 4_000_000
-"""The process that starts after the power loss has another pid than the one that was lost."""
+"""The pid of the process after the power loss, different from that of the lost one."""
 
 
 def restart(store: LocalStore) -> NodeService:
-    """What an agent does when it starts, and what the next load has it do when there is nobody to ask."""
+    """Does what an agent does when it starts, and then settles staged saves as the next load does when no other node
+    can be asked.
+    """
     with mock.patch("os.getpid", return_value=OTHER_PID):
         service = NodeService(store)
         service.recover()
@@ -36,7 +38,7 @@ def restart(store: LocalStore) -> NodeService:
 
 
 def problems(root: Path, promises: Promises) -> list[str]:
-    """Restarts a node on what a power loss left of its store; returns what is wrong then, and after a next save."""
+    """Restarts a node on the store that a power loss left. Returns the broken promises, also those after one more save."""
     with mock.patch("os.fsync", _unneeded), mock.patch.object(verified, "SCRATCH_BYTES", 1 << 14):
         lost = list(_lost_shards(root, promises))
         if lost:
@@ -44,7 +46,7 @@ def problems(root: Path, promises: Promises) -> list[str]:
         store = LocalStore(root)
         node = restart(store).node_id
         if promises.get("node", (node,)) != (node,):
-            return [f"the identity was {promises['node']}, it is {node}"]
+            return [f"the identity was {promises['node']}, and is now {node}"]
         found = [*_left_behind(root), *_broken_promises(store, promises)]
         if not found:
             save(store, no_mark, LAST, before="any", write=receive_copy)
@@ -54,11 +56,13 @@ def problems(root: Path, promises: Promises) -> list[str]:
 
 
 def _unneeded(fd: int) -> None:
-    """In place of os.fsync where no power will be lost any more."""
+    """Replaces os.fsync, as this state loses no more power."""
 
 
 def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
-    """Shards that were acknowledged as durable and lie whole nowhere: staged, or in the directory of the checkpoint."""
+    """Shards that were acknowledged as durable, and are complete neither in the staging area nor in the checkpoint's
+    directory.
+    """
     in_memory = promises.get(f"memory {CHECKPOINT}", ())
     for subject, acknowledged in promises.items():
         kind, _, shard = subject.partition(" ")
@@ -69,7 +73,7 @@ def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
             ]
             expected = shard_file(save_id, shard)
             if not any(path.is_file() and path.read_bytes() == expected for path in places):
-                yield f"{shard} of save {save_id} was acknowledged and is not there"
+                yield f"{shard} of save {save_id} was acknowledged and is lost"
 
 
 def _left_behind(root: Path) -> Iterator[str]:
@@ -102,7 +106,7 @@ def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
 
 
 def _damage_of_version(store: LocalStore, name: str, save_id: str) -> Iterator[str]:
-    """What a version lacks that is to lie there whole, whether it has the name or a newer one does."""
+    """What is missing of a version that must be complete, under its own name or replaced by a newer one."""
     try:
         with open_committed_save(store.root, name, save_id) as (version, manifest):
             version.raw_metadata(manifest)
@@ -113,11 +117,11 @@ def _damage_of_version(store: LocalStore, name: str, save_id: str) -> Iterator[s
 
 
 def _damage(store: LocalStore, name: str, manifest: Manifest, promises: Promises) -> Iterator[str]:
-    """What a listed checkpoint lacks, or holds that is wrong."""
+    """What is missing or wrong in a listed checkpoint."""
     directory = store.final(name)
     kept = {of(save_id) for save_id in map(str, promises.get(f"whole {name}", ())) for of in _NAMES_OF_REPLACED}
     names = {path.name for path in directory.iterdir()} - kept
-    # Before its optimizer goes, the full metadata has the version's own name, and stock torch reads the weights.
+    # While a version is slimmed, its full metadata is under the version's own name, and `.metadata` has the weights.
     own = version_metadata_name(manifest.save_id)
     is_begun = own in names and manifest.weights is not None
     names -= {own} if is_begun else set()
@@ -142,11 +146,11 @@ def _damage(store: LocalStore, name: str, manifest: Manifest, promises: Promises
                 yield f"{name}: {exc}"
         else:
             if found != shard_data(manifest.save_id, shard):
-                yield f"{name}: {shard} holds wrong bytes that are believed"
+                yield f"{name}: {shard} has wrong bytes that pass the checks"
 
 
 def _belongs(name: str) -> bool:
-    """A part of a copy that is being made up may lie there until the next attempt at it."""
+    """Whether the name is a checkpoint's file. A partial copy may stay until the next attempt to copy it."""
     return is_checkpoint_file(name.removesuffix(".part"))
 
 

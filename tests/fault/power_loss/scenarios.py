@@ -1,9 +1,9 @@
-"""What is recorded: each thing that a node does with its store, with what it promises while it goes on.
+"""The recorded scenarios: each operation of a node on its store, with the promises made during it.
 
 Subjects of the promises: `node` (the identity), `checkpoint X` (the save ids that may be found under that id; None: no
-checkpoint), `whole X` (saves that lie there whole, published or replaced), `durable X` (the save whose shard X was
-acknowledged), `slim X` (saves of X that have lost their optimizer), `missing X` (shards that X may lack), `memory X`
-(shards of X that were acknowledged in memory only), and `peers`.
+checkpoint), `whole X` (saves of X that are complete, published or replaced), `durable X` (the save whose shard X was
+acknowledged), `slim X` (saves of X without their optimizer), `missing X` (shards that X may lack), `memory X` (shards
+of X that were acknowledged in memory only), and `peers`.
 """
 
 import errno
@@ -51,14 +51,14 @@ ALIKE = "1" * 31 + "2"
 
 
 class Marker(Protocol):
-    """Notes what is promised from now on."""
+    """Records the promises from now on."""
 
     def __call__(self, subject: str, *allowed: object) -> None: ...
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`prepare` is durable when `run` begins; `run` is recorded."""
+    """`prepare` is durable when `run` begins. Only `run` is recorded."""
 
     name: str
     prepare: Callable[[LocalStore], None]
@@ -67,22 +67,22 @@ class Scenario:
 
 
 def shard_data(save_id: str, shard: str) -> bytes:
-    """A shard's data, different for each save and shard; longer than a buffer."""
+    """A shard's data, different for each save and shard, and longer than a buffer."""
     return f"{save_id[:4]} {shard} ".encode() * 230
 
 
 def metadata_of(save_id: str) -> bytes:
-    """A save's metadata, different for each save and of one length."""
+    """A save's metadata, different for each save, and always of the same length."""
     return f"metadata of save {save_id}".encode()
 
 
 def weights_of(save_id: str) -> bytes:
-    """The metadata of its weights alone, behind the other one's."""
+    """The metadata of the weights alone. In `.metadata` it follows the save's full metadata."""
     return f"weights of {save_id}".encode()
 
 
 def shard_file(save_id: str, shard: str) -> bytes:
-    """The whole file of a shard, footer included."""
+    """The complete file of a shard, footer included."""
     data = shard_data(save_id, shard)
     return data + table_of([data]).encode()
 
@@ -119,7 +119,7 @@ def _has_optimizer(shards: Sequence[str]) -> bool:
 
 
 def no_mark(subject: str, *allowed: object) -> None:
-    """Nothing is promised: nobody records."""
+    """Records no promise."""
 
 
 def nothing(store: LocalStore) -> None:
@@ -127,7 +127,7 @@ def nothing(store: LocalStore) -> None:
 
 
 def write_own(store: LocalStore, save_id: str, shard: str) -> None:
-    """A rank's shard, as the writer writes it: the first one past the page cache, the others through it."""
+    """Writes a rank's shard as the writer does: the first shard with direct I/O, the others through the page cache."""
     sink = FileSink.create(store.path_of_staged(save_id, shard), _direct_io(shard), RecycledFiles(store.root))
     tee = Tee([sink], Buffers(2, PAGE_BYTES), copies=sink.is_direct)
     tee.write(shard_data(save_id, shard))
@@ -137,7 +137,7 @@ def write_own(store: LocalStore, save_id: str, shard: str) -> None:
 
 
 def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool = False) -> None:
-    """A copy from a peer, as the agent receives it."""
+    """Receives a peer's copy as the agent does."""
     raw = shard_file(save_id, shard)
     headers = Message()
     headers["Content-Length"] = str(len(raw))
@@ -160,7 +160,7 @@ def save(
     write: Callable[[LocalStore, str, str], None] = write_own,
     names: Sequence[str] = SHARDS,
 ) -> None:
-    """One save from its opening to its commit. `before`: the save that it overwrites."""
+    """One save, from opening to commit. `before`: the save that it overwrites."""
     subject = f"checkpoint {checkpoint_id}"
     mark(subject, before)
     service = NodeService(store)
@@ -204,7 +204,9 @@ def overwrite(store: LocalStore, mark: Marker) -> None:
 
 
 def overwrite_in_part(store: LocalStore, mark: Marker) -> None:
-    """One shard of the new version lies on another node: the old version stays here, whole, under either's name."""
+    """One shard of the new version is on another node: the old version stays here, complete, whichever version has the
+    name.
+    """
     elsewhere = renumbered(SHARDS[1], next_file_number([store], CHECKPOINT))
 
     def write(store: LocalStore, save_id: str, shard: str) -> None:
@@ -217,7 +219,7 @@ def overwrite_in_part(store: LocalStore, mark: Marker) -> None:
 
 
 def aborted_early(store: LocalStore, mark: Marker) -> None:
-    """Given up before the decision: nothing of it may ever be found."""
+    """A save is aborted before the decision: it must never be found."""
     mark(f"checkpoint {CHECKPOINT}", OLD)
     service = NodeService(store)
     mark("node", service.node_id)
@@ -229,7 +231,7 @@ def aborted_early(store: LocalStore, mark: Marker) -> None:
 
 
 def aborted_late(store: LocalStore, mark: Marker) -> None:
-    """Given up although the decision lies here, as by a coordinator that could not tell: found whole, or not at all."""
+    """A save is aborted although its decision is on this node: it is found complete, or not at all."""
     mark(f"checkpoint {CHECKPOINT}", None, NEW)
     service = NodeService(store)
     mark("node", service.node_id)
@@ -286,7 +288,7 @@ def restored(store: LocalStore, mark: Marker) -> None:
 
 
 def manifest_restored(store: LocalStore, mark: Marker) -> None:
-    """A manifest is set aside, and put back where it was."""
+    """The manifest of a checkpoint is written again in its place."""
     mark(f"checkpoint {CHECKPOINT}", OLD)
     mark("node", store.node_id())
     raw = (store.final(CHECKPOINT) / MANIFEST_NAME).read_bytes()
@@ -296,7 +298,7 @@ def manifest_restored(store: LocalStore, mark: Marker) -> None:
 
 
 def retired(store: LocalStore, mark: Marker) -> None:
-    """A checkpoint that is kept no longer: found whole, or not at all."""
+    """Retention removes a checkpoint: it is found complete, or not at all."""
     mark("node", store.node_id())
     mark(f"checkpoint {CHECKPOINT}", OLD, None)
     assert retire(store.root, CHECKPOINT, OLD)
@@ -304,7 +306,7 @@ def retired(store: LocalStore, mark: Marker) -> None:
 
 
 def given_to_the_pool(store: LocalStore, mark: Marker) -> None:
-    """As `retired`, its files kept for the next save: they are no checkpoint."""
+    """As `retired`, but the files stay in the pool for the next save."""
     mark("node", store.node_id())
     mark(f"checkpoint {CHECKPOINT}", OLD, None)
     assert recycle(store.root, CHECKPOINT, OLD)
@@ -316,7 +318,7 @@ def committed_with_optimizer(store: LocalStore) -> None:
 
 
 def slimmed(store: LocalStore, mark: Marker) -> None:
-    """A checkpoint loses its optimizer: full or with its weights alone, and whole; at last the latter."""
+    """A checkpoint loses its optimizer: it is found full or slim, and complete. Afterwards it is slim."""
     mark("node", store.node_id())
     mark(f"checkpoint {CHECKPOINT}", OLD)
     assert slim(store.root, CHECKPOINT, OLD)
@@ -324,7 +326,7 @@ def slimmed(store: LocalStore, mark: Marker) -> None:
 
 
 def slimmed_for_the_pool(store: LocalStore, mark: Marker) -> None:
-    """As `slimmed`, its files kept for the next save."""
+    """As `slimmed`, but the optimizer's files stay in the pool for the next save."""
     mark("node", store.node_id())
     mark(f"checkpoint {CHECKPOINT}", OLD)
     assert slim(store.root, CHECKPOINT, OLD, recycles=True)
@@ -343,7 +345,7 @@ def one_shard_missing_and_pooled(store: LocalStore) -> None:
 
 
 def save_over_pool(store: LocalStore, mark: Marker) -> None:
-    """Own shards and received ones are written over the files of the checkpoint that was removed."""
+    """A rank's own shard and a received one are written over the files of a removed checkpoint."""
     recycled = RecycledFiles(store.root)
     assert recycled.size_bytes()
     save(store, mark, NEW, write=write_either)
@@ -355,7 +357,7 @@ def write_either(store: LocalStore, save_id: str, shard: str) -> None:
 
 
 def save_after_removal(store: LocalStore, mark: Marker) -> None:
-    """The removal and the save that takes its files at once."""
+    """Records both the removal and the save that reuses its files."""
     given_to_the_pool(store, mark)
     save_over_pool(store, mark)
 
@@ -365,7 +367,7 @@ def committed_before(store: LocalStore) -> None:
 
 
 def linked(store: LocalStore, mark: Marker) -> None:
-    """A save of the files of an older checkpoint, which is removed then: the newer one keeps them."""
+    """A save links the files of an older checkpoint, which is removed afterwards: the newer one keeps the files."""
 
     def link(store: LocalStore, save_id: str, shard: str) -> None:
         entry = manifest_of(store.node_id(), OLD, OLDER).shards[shard]
@@ -380,7 +382,7 @@ def linked(store: LocalStore, mark: Marker) -> None:
 
 
 def replaced(store: LocalStore) -> None:
-    """It is kept under the id of its save, as its name was a newer one's, which is retired."""
+    """A newer version replaced this one and was retired: manifest and metadata have the names of a replaced version."""
     committed(store)
     directory = store.final(CHECKPOINT)
     (directory / MANIFEST_NAME).rename(directory / replaced_name(OLD))
@@ -388,7 +390,7 @@ def replaced(store: LocalStore) -> None:
 
 
 def taken_over(store: LocalStore, mark: Marker) -> None:
-    """A version that was replaced gets its name back, with its shards."""
+    """A replaced version gets its name and its shards back."""
     for shard in SHARDS:
         mark(f"durable {shard}", OLD)
     mark(f"checkpoint {CHECKPOINT}", None, OLD)
@@ -405,7 +407,7 @@ def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
 
 
 def met_peers(store: LocalStore, mark: Marker) -> None:
-    """The addresses of peers, learned and learned anew."""
+    """The node learns peers, twice."""
     service = NodeService(store)
     mark("node", service.node_id)
     mark("peers", (), peers_of(1))
@@ -446,7 +448,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def recorded(scenario: Scenario, base: Path) -> Recorder:
-    """Runs a scenario below `base`, an empty directory, and returns what was recorded."""
+    """Runs a scenario below `base`, an empty directory, and returns its recorder."""
     store = LocalStore(base / STORE)
     with mock.patch.object(os, "link", os.link if scenario.has_hard_links else _cannot_link):
         scenario.prepare(store)
@@ -456,5 +458,5 @@ def recorded(scenario: Scenario, base: Path) -> Recorder:
 
 
 def _cannot_link(*_: object, **__: object) -> None:
-    """A file system on which a file has one name."""
+    """Simulates a file system without hard links."""
     raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))

@@ -1,6 +1,6 @@
-"""What the kernel was told, seen from outside: a scenario under strace, next to what its recorder noted.
+"""The system calls of a scenario as strace sees them, for comparison with its recorder.
 
-As a program it runs one scenario and prints the recorder's calls: `python -m tests.fault.power_loss.strace NAME BASE`.
+`python -m tests.fault.power_loss.strace NAME BASE` runs one scenario and prints the recorder's calls.
 """
 
 import json
@@ -33,7 +33,9 @@ Call = tuple[str, ...]
 
 
 def traced(name: str, base: Path, log: Path) -> tuple[list[Call], list[Call]]:
-    """Runs a scenario in a process of its own; returns what strace saw below `base`, and what the recorder noted."""
+    """Runs a scenario in a process of its own. Returns the calls that strace saw below `base`, and those that were
+    recorded.
+    """
     command = ["strace", "-f", "-y", "-s", "0", "-e", f"trace={_CHANGING}", "-e", "signal=none", "-o", str(log)]
     command += [sys.executable, "-m", __name__, name, str(base)]
     environment = {**os.environ, "PYTHONPATH": str(HOME), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -44,9 +46,10 @@ def traced(name: str, base: Path, log: Path) -> tuple[list[Call], list[Call]]:
 
 
 def seen_below(base: Path, text: str) -> Iterator[Call]:
-    """The calls of a trace that succeeded and changed or synced something below `base`, in the recorder's words.
+    """The successful calls of a trace that changed or synced something below `base`, in the recorder's form.
 
-    Threads take turns at the recorder's lock, so a call that is reported in two pieces has nothing of ours in between.
+    Threads take turns at the recorder's lock. So if strace reports a call in two pieces, no other call of interest is
+    between them.
     """
     unfinished: dict[str, str] = {}
     for line in text.splitlines():
@@ -98,7 +101,7 @@ def _relative(base: Path, path: str) -> str | None:
 
 
 def noted_calls(name: str, base: Path) -> list[Call]:
-    """What the recorder notes of a scenario and of what prepares it."""
+    """The recorded calls of a scenario, its preparation included."""
     scenario = SCENARIOS[name]
 
     def run(store: LocalStore, mark: Marker) -> None:

@@ -1,4 +1,4 @@
-"""Power loss: whatever is lost that was not fsynced, a restart finds what was promised, and nothing else passes for it."""
+"""Power loss: whichever operations without fsync are lost, a restarted node keeps its promises."""
 
 import os
 import random
@@ -36,31 +36,31 @@ from tests.stores.leases import skip_without_leases
 pytestmark = pytest.mark.fault
 
 NESTED = [name for name in SCENARIOS if name not in {"buddy's side", "copies in memory"}]
-"""The two that are left out restart as a first save does."""
+"""The two scenarios that are left out restart like a first save."""
 QUICK = ["abort before the decision", "retirement"]
-"""Two that have few states: in one a restart removes what was never promised, in the other it completes a removal."""
+"""Two scenarios with few states: one restart drops an undecided save, the other one completes a removal."""
 ALWAYS = [
     name
     for name in SCENARIOS
     if name not in {"removal and save over its files", "copies in memory", "abort after the decision"}
 ]
-"""Of those that are left out, with the most states, the halves or the other copies are scenarios of their own."""
+"""The scenarios left out have the most states, and their parts are scenarios of their own."""
 GoOn = Callable[[LocalStore], None]
 SAMPLED = 25
-"""Power losses, drawn with a fixed seed, after which the restart is itself cut off."""
+"""The number of power losses, drawn with a fixed seed, whose restart loses power as well."""
 
 UNNEEDED = {
-    "disks/node": "before the staging area is made: the one after that does for both",
-    "disks/node/.staging/SAVE.json.PID.tmp": "an intent that cannot be read is removed as one without a name",
-    "disks/node/.staging/SAVE": "after .metadata, before the manifest; and before the commit if nothing was dropped",
+    "disks/node": "before the staging area is created: the fsync after it covers both",
+    "disks/node/.staging/SAVE.json.PID.tmp": "an unreadable intent is removed, like one without a name",
+    "disks/node/.staging/SAVE": "after .metadata, before the manifest; before the commit, if nothing was dropped",
     "disks/node/runs/seed-0": "after the commit, which a restart repeats",
 }
-"""Fsyncs of a first save one of which may be left out, and why. They stay: not every caller goes on as a save does."""
+"""Fsyncs of a first save, any one of which may be left out, and why. They stay, as not every caller is a whole save."""
 
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is one: thousands of states are built there."""
+    """A directory in memory if there is one, as the tests build thousands of states."""
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
         yield tmp_path
@@ -77,35 +77,39 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", mark_long(SCENARIOS, keep=ALWAYS))
-def test_after_a_power_loss_a_node_holds_what_it_promised(name: str, base: Path, memory: Path) -> None:
-    """Every state that any moment can leave: no half checkpoint, no lost one, no leftover; and the next save works."""
+def test_a_node_keeps_its_promises_after_a_power_loss(name: str, base: Path, memory: Path) -> None:
+    """After a power loss at any moment, no checkpoint is partial or lost, no file is left over, and the next save
+    works.
+    """
     assert Judge(memory).findings(crash_states(recorded(SCENARIOS[name], base).log)) == []
 
 
 @pytest.mark.parametrize("name", mark_long(NESTED, keep=QUICK))
 def test_a_restart_after_a_kill_can_itself_lose_power(name: str, base: Path, memory: Path) -> None:
-    """What a killed process had not made durable is not taken for durable by the one that comes after it."""
+    """The process after a kill does not rely on anything that the killed process had not made durable."""
     assert findings_after_kills(recorded(SCENARIOS[name], base).log, memory, restarted) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["overwrite", "overwrite without hard links"])
 @pytest.mark.parametrize("go_on", [settled_by_next_save, committed_again])
-def test_whoever_goes_on_after_a_kill_can_lose_power(name: str, go_on: GoOn, base: Path, memory: Path) -> None:
-    """A next save without a restart, and a commit that is repeated, stand on nothing that is not durable."""
+def test_a_continuation_after_a_kill_can_lose_power(name: str, go_on: GoOn, base: Path, memory: Path) -> None:
+    """A next save without a restart and a repeated commit rely only on what is durable."""
     log = recorded(SCENARIOS[name], base).log
     assert findings_after_kills(log, memory, go_on, {"rename", "exchange", "unlink"}) == []
 
 
 @pytest.mark.long
-def test_a_save_after_a_kill_makes_all_durable_that_it_stands_on(base: Path, memory: Path) -> None:
-    """A directory or an identity that a killed process made, and did not come to fsync, is not lost under a later save."""
+def test_a_save_after_a_kill_makes_durable_what_it_relies_on(base: Path, memory: Path) -> None:
+    """A killed process had created a directory or an identity without an fsync: the next save makes them durable."""
     log = recorded(SCENARIOS["first save"], base).log
     assert findings_after_kills(log, memory, saved_again, {"mkdir", "link"}) == []
 
 
 def findings_after_kills(log: Log, memory: Path, go_on: GoOn, after: Collection[str] = ()) -> list[str]:
-    """What is wrong when the process is killed after any operation, or any of these, another goes on, and power is lost."""
+    """The problems after a kill, a continuation and a power loss. The kill is after any operation, or after those named
+    in `after`.
+    """
     found, judge = [], Judge(memory)
     for position, operation in enumerate(log.operations, 1):
         what = operation.what if isinstance(operation, Names) else ""
@@ -119,7 +123,7 @@ def findings_after_kills(log: Log, memory: Path, go_on: GoOn, after: Collection[
 
 @pytest.mark.parametrize("name", mark_long(NESTED, keep=QUICK))
 def test_a_restart_after_a_power_loss_can_itself_lose_power(name: str, base: Path, memory: Path) -> None:
-    """What a restart completed or removed stays so, and one that was cut off is repeated by the next."""
+    """What a restart completed or removed stays so. The next restart repeats a restart that was cut off."""
     states = list(crash_states(recorded(SCENARIOS[name], base).log))
     judge = Judge(memory)
     for state in random.Random(0).sample(states, min(SAMPLED, len(states))):
@@ -128,11 +132,11 @@ def test_a_restart_after_a_power_loss_can_itself_lose_power(name: str, base: Pat
         shutil.rmtree(memory / "lost")
 
 
-# The tests can fail ----------------------------------------------------------------------------------------------
+# Removed fsyncs are detected ----------------------------------------------------------------------------------------------
 
 
 class WithoutFileFsync:
-    """The module `os`, in which fsync does nothing for files."""
+    """The module `os`, with an fsync that does nothing for files."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -160,7 +164,7 @@ def without_small_file_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_kind_of_fsync_is_found(
     name: str, leave_out: Any, base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the fsync of directories, of shards or of small files the replay finds promises that are broken."""
+    """Without the fsync of directories, of shards or of small files, the replay finds broken promises."""
     with monkeypatch.context() as patched:
         leave_out(patched)
         log = recorded(SCENARIOS[name], base).log
@@ -169,7 +173,7 @@ def test_a_missing_kind_of_fsync_is_found(
 
 @pytest.mark.long
 def test_each_fsync_of_a_save_is_needed_or_known_not_to_be(base: Path, memory: Path) -> None:
-    """Taking any one fsync out of a first save is found, but for those whose work another one does as well."""
+    """If any one fsync of a first save is left out, the replay finds a broken promise. The exceptions are in UNNEEDED."""
     recorder = recorded(SCENARIOS["first save"], base)
     operations = recorder.log.operations
     paths = iter([call[1] for call in recorder.calls if call[0] == "fsync"])
@@ -185,14 +189,14 @@ def test_each_fsync_of_a_save_is_needed_or_known_not_to_be(base: Path, memory: P
     assert unneeded <= set(UNNEEDED)
     assert {"", "disks", "disks/node", "disks/node/.staging", "disks/node/.staging/SAVE"} <= needed
     assert len(needed) == 14, (
-        "those, the checkpoint's directory and its parents, the identity, shards, .metadata, manifest"
+        "the five above, the checkpoint's directory and its parents, the identity, shards, .metadata, manifest"
     )
 
 
-def test_giving_up_before_the_decision_is_gone_durably_is_found(
+def test_an_abort_before_the_decision_is_durably_removed_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that is aborted would come back in part, decided and without its shards."""
+    """Otherwise an aborted save could reappear, decided and without its shards."""
     monkeypatch.setattr(local, "fsync_directory", lambda path: None)
     log = recorded(SCENARIOS["abort after the decision"], base).log
     assert any("distcp" in finding for finding in Judge(memory).findings(crash_states(log)))
@@ -201,18 +205,18 @@ def test_giving_up_before_the_decision_is_gone_durably_is_found(
 def test_removing_before_a_retirement_is_durable_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint would come back in part."""
+    """Otherwise a part of the checkpoint could reappear."""
     monkeypatch.setattr(removing, "fsync_directory", lambda path: None)
     log = recorded(SCENARIOS["retirement"], base).log
     found = Judge(memory).findings(crash_states(log)) or findings_after_kills(log, memory, restarted)
     assert any("distcp" in finding for finding in found)
 
 
-@pytest.mark.parametrize("forgotten", ["the removal", "their bytes"])
+@pytest.mark.parametrize("forgotten", ["the removal", "the bytes"])
 def test_recycling_before_something_is_durable_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
-    """The old checkpoint would come back with bytes of the new one, or a shard that was acknowledged would be lost."""
+    """Otherwise the old checkpoint could reappear with bytes of the new one, or an acknowledged shard could be lost."""
     skip_without_leases(base)
     if forgotten == "the removal":
         name = "removal and save over its files"
@@ -225,7 +229,7 @@ def test_recycling_before_something_is_durable_is_found(
 
 
 def test_a_recycled_file_has_left_the_pool_durably_before_it_is_a_shard(base: Path) -> None:
-    """Also where a crash can leave both names of a rename, as without a journal: no later save finds it in the pool."""
+    """Without a journal, a crash can leave both names of a rename: even then no later save finds the file in the pool."""
     skip_without_leases(base)
     calls = recorded(SCENARIOS["save over recycled files"], base).calls
     for name in ("__0_0", "__1_0"):
@@ -238,7 +242,7 @@ def test_a_recycled_file_has_left_the_pool_durably_before_it_is_a_shard(base: Pa
 def test_trusting_a_directory_that_a_killed_process_made_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that is there need not be durable: without its fsync a committed save is lost with it."""
+    """An existing directory need not be durable: without its fsync, a committed save is lost with the directory."""
     log = recorded(SCENARIOS["first save"], base).log
     make_directories = durable.make_directories
 

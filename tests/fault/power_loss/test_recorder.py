@@ -14,12 +14,12 @@ from tests.marks import mark_long
 
 pytestmark = pytest.mark.fault
 TRACED = ["first save", "overwrite", "removal and save over its files"]
-"""In `make test`, as each starts an interpreter under strace. The test before replays what all of them do."""
+"""The scenarios of `make test`, as each one starts an interpreter under strace. The replay covers all scenarios."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_whole_log_replays_to_the_real_tree(name: str, tmp_path: Path) -> None:
-    """After each scenario every name and every byte on disk follows from what was recorded."""
+    """After each scenario, the replayed log equals the real tree, byte for byte."""
     recorder = recorded(SCENARIOS[name], tmp_path)
     assert recorder.log.replayed().tree() == tree_of(tmp_path)
 
@@ -27,7 +27,7 @@ def test_the_whole_log_replays_to_the_real_tree(name: str, tmp_path: Path) -> No
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("name", mark_long(SCENARIOS, keep=TRACED))
 def test_strace_sees_the_same_calls(name: str, tmp_path: Path) -> None:
-    """Every call below the root that changes or syncs something was noted, in the order in which the kernel got it."""
+    """The recorded calls are those that strace saw below the root, in the same order."""
     (tmp_path / "base").mkdir()
     seen, noted = traced(name, tmp_path / "base", tmp_path / "strace.log")
     assert seen == noted
@@ -38,13 +38,15 @@ def test_strace_sees_the_same_calls(name: str, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_call_is_recorded(tmp_path: Path) -> None:
-    """Also those that the store does not make now: vectored and positioned writes, truncation, names in a descriptor."""
+    """This includes calls that the store does not make now: vectored and positioned writes, truncation, names relative
+    to a descriptor.
+    """
     (tmp_path / "before").write_bytes(b"before")
     with Recorder(tmp_path) as recorder:
         fd = os.open(tmp_path / "before", os.O_RDWR | os.O_APPEND)
         os.write(fd, b" and after")
         os.close(fd)
-        os.makedirs(tmp_path / "a" / "b")  # noqa: PTH103 - it calls os.mkdir, as the recorder relies on
+        os.makedirs(tmp_path / "a" / "b")  # noqa: PTH103 - makedirs calls os.mkdir, which is recorded
         directory = os.open(tmp_path / "a", os.O_RDONLY | os.O_DIRECTORY)
         fd = os.open("file", os.O_RDWR | os.O_CREAT, dir_fd=directory)
         os.writev(fd, [b"one ", b"two "])
@@ -64,7 +66,7 @@ def test_every_kind_of_call_is_recorded(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
-    """A write that would go unnoticed fails the test that makes it, and reading does not."""
+    """A write that cannot be recorded fails the test that makes it. A read does not."""
     path = tmp_path / "file"
     path.write_bytes(b"here")
     with Recorder(tmp_path):

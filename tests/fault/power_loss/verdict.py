@@ -1,4 +1,4 @@
-"""The verdict on many states: each is built, restarted on and judged, and the first findings are told with their state."""
+"""Builds each state, restarts a node on it and judges it. Reports the first findings with their state."""
 
 import logging
 import shutil
@@ -15,7 +15,7 @@ _TOLD_MAX = 5
 
 
 class Judge:
-    """Judges states below `directory`; an equal state with equal promises is judged once in its life."""
+    """Judges states below `directory`. States that are equal, with equal promises, are judged only once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -23,9 +23,9 @@ class Judge:
         self.judged = 0
 
     def findings(self, states: Iterable[CrashState]) -> list[str]:
-        """What is wrong in the first states in which anything is."""
+        """The problems of the first bad states."""
         found: list[str] = []
-        logging.disable(logging.CRITICAL)  # saves are given up by the thousand
+        logging.disable(logging.CRITICAL)  # thousands of saves are aborted
         try:
             for state in states:
                 found += [f"{state}: {problem}" for problem in self._judged(state)]

@@ -1,1 +1,1 @@
-"""Small worlds: every order of crashes, returns and messages of the commit protocol, searched exhaustively."""
+"""Small worlds: an exhaustive search of every order of crashes, returns and messages in the commit protocol."""

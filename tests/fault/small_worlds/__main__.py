@@ -1,4 +1,4 @@
-"""`python -m tests.fault.small_worlds`: searches the small worlds in full, and says how many states there are."""
+"""`python -m tests.fault.small_worlds` searches the small worlds completely, and prints the number of states."""
 
 import argparse
 import sys
@@ -18,13 +18,21 @@ WORLDS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fault.small_worlds", description=__doc__)
-    parser.add_argument("--old-rules", action="store_true", help="those of before the protocol had invariants")
+    parser.add_argument(
+        "--old-rules", action="store_true", help="use the rules from before the protocol had invariants"
+    )
     parser.add_argument("--atomic", action="store_true", help="a node asks all others at once")
-    parser.add_argument("--states", type=int, help="at most so many of each world")
-    parser.add_argument("--outcome", action="store_true", help="look at what is lost alone, not at the invariants")
-    parser.add_argument("--loss", action="store_true", help="any one node may be lost with its disk; of ring and pairs")
-    parser.add_argument("--back", action="store_true", help="the coordinator's disk may be put back to before the save")
-    parser.add_argument("--world", choices=WORLDS, help="this one alone")
+    parser.add_argument("--states", type=int, help="the most states of each world")
+    parser.add_argument(
+        "--outcome", action="store_true", help="check only for lost checkpoints, not for the invariants"
+    )
+    parser.add_argument(
+        "--loss", action="store_true", help="any one node may be lost with its disk; for ring and pairs"
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="the coordinator's disk may be restored from before the save"
+    )
+    parser.add_argument("--world", choices=WORLDS, help="search only this world")
     arguments = parser.parse_args()
     code = 0
     for name, begin in WORLDS.items():

@@ -1,4 +1,4 @@
-"""What re-protection plans in a small world: the real planner, on what a world's nodes show."""
+"""The plan of re-protection in a small world: the package's planner, applied to the visible state of the nodes."""
 
 from functools import cache
 
@@ -12,10 +12,10 @@ Runs = tuple[str, str]
 """The lineage of each version."""
 ONE_RUN: Runs = ("11" * 8, "11" * 8)
 TWO_RUNS: Runs = ("22" * 8, "11" * 8)
-"""The new version was overwritten another run's, on the nodes where it was opened."""
+"""The new version overwrites another run's, on the nodes where it was opened."""
 SHARD_BYTES = 100
 PUBLISHED = (3, 4)
-"""Places of a version whose holdings are listed: it has its name, or had it and is set aside."""
+"""Places of a version that a node lists in its holdings: it has its name, or was replaced."""
 
 
 def save_id(version: int) -> str:
@@ -28,7 +28,7 @@ def shard_name(shard: int) -> str:
 
 @cache
 def manifest(placed: tuple[int, ...], version: int, runs: Runs = ONE_RUN) -> Manifest:
-    """The manifest of a version: each shard is owned by the first node that holds it, and the next has a copy."""
+    """The manifest of a version. The first node that holds a shard owns it, and the next one has a copy."""
     shards = {}
     for shard in range(max(placed).bit_length()):
         holders = tuple(f"n{node}" for node, bits in enumerate(placed) if bits >> shard & 1)
@@ -51,7 +51,7 @@ def manifest(placed: tuple[int, ...], version: int, runs: Runs = ONE_RUN) -> Man
 
 
 Shown = tuple[tuple[bool, tuple[int, int], tuple[int, int]], ...]
-"""Of each node: whether it answers, and by version its place there and its shards."""
+"""Of each node: whether it answers, and the place and the shards of each version."""
 
 
 def _view(placed: tuple[int, ...], shown: Shown, index: int, runs: Runs, *, are_gone: bool) -> NodeView:
@@ -80,7 +80,7 @@ def _view(placed: tuple[int, ...], shown: Shown, index: int, runs: Runs, *, are_
 def planned_for(
     placed: tuple[int, ...], shown: Shown, index: int, runs: Runs = ONE_RUN, *, are_gone: bool
 ) -> tuple[tuple[int, int], ...]:
-    """What the node is to do: (version, 0) to adopt one, (version, bits) to copy shards of it."""
+    """The actions planned for the node: (version, 0) adopts the version, (version, bits) copies these shards of it."""
     views = [_view(placed, shown, node, runs, are_gone=are_gone) for node in range(len(shown))]
     held = {holding.save_id for view in views for holding in view.holdings or ()}
     manifests = {save_id(version): manifest(placed, version, runs) for version in (0, 1) if save_id(version) in held}

@@ -1,4 +1,4 @@
-"""The rules of a small world: those of the package, and those that it had before, which lose what was acknowledged."""
+"""The rules of a small world: the package's rules, and an old set of rules that loses acknowledged checkpoints."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ def _may_drop(old: int, whole: frozenset[int], published: int | None, runs: Runs
 
 
 class PackageRules:
-    """The functions of `replicated_ckpt.core.protocol.settlement` that agents call. `runs`: whose the versions are."""
+    """The functions of `replicated_ckpt.core.protocol.settlement` that agents call. `runs`: the run of each version."""
 
     def __init__(self, runs: Runs = ONE_RUN) -> None:
         self.runs = runs
@@ -53,12 +53,14 @@ class PackageRules:
     def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool:
         return _may_drop(old, whole, published, self.runs)
 
-    def gives_up_when_asked(self) -> bool:
+    def aborts_when_asked(self) -> bool:
         return True
 
 
 class OldRules(PackageRules):
-    """As of commit adcd94a: a node that does not answer has not published, and the last to publish has the name."""
+    """The rules of commit adcd94a: a node that does not answer counts as not having published, and the last node to
+    publish wins the name.
+    """
 
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         del own, count
@@ -73,5 +75,5 @@ class OldRules(PackageRules):
     def keeps_replaced(self) -> bool:
         return False
 
-    def gives_up_when_asked(self) -> bool:
+    def aborts_when_asked(self) -> bool:
         return False

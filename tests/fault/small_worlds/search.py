@@ -1,4 +1,4 @@
-"""The search: every state that a small world can come to, with what must hold in each and for each step."""
+"""The search of all states that a small world can reach, with the invariants of each state and of each step."""
 
 import time
 from collections import deque
@@ -14,7 +14,7 @@ LOST = Node(is_up=False, is_locked=False, places=(Place.NONE, Place.NONE), shard
 
 @dataclass
 class Found:
-    """What a search came to. `broken`: what did not hold, and the steps that led there; "" if all held."""
+    """The result of a search. `broken`: the broken invariant, or "". `trace`: the steps that led to it."""
 
     states: int = 0
     steps: int = 0
@@ -27,10 +27,10 @@ class Found:
 
 @dataclass
 class Search:
-    """One search. `states_max`: it ends after so many states, if there are more.
+    """One search. `states_max`: the search ends after so many states.
 
-    `by_outcome_alone`: what a step must not do is not looked at, only what becomes of what was acknowledged.
-    `loses_a_disk`: in each state any one node may be lost for ever with its disk, too; both versions had their copies.
+    `by_outcome_alone`: only the loss of an acknowledged checkpoint is checked, not the invariants of single steps.
+    `loses_a_disk`: in each state, any one node may also be lost for ever with its disk. Both versions had their copies.
     """
 
     world: World
@@ -40,7 +40,7 @@ class Search:
     _healed: dict[tuple[tuple[Node, ...], bool, int | None], State] = field(default_factory=dict)
 
     def run(self, first: State) -> Found:
-        """Goes through all states, those first that few steps lead to."""
+        """Visits all states, breadth first."""
         found, began = Found(), time.monotonic()
         came_by: _CameBy = {first: None}
         queue = deque([first])
@@ -70,31 +70,33 @@ class Search:
         found.states, found.seconds = len(came_by), time.monotonic() - began
         return found
 
-    # What must hold ----------------------------------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------------------------------
 
     def broken_by(self, before: State, after: State, changed: list[tuple[Node, Node]]) -> str:
-        """What a step must not do. `changed` are the nodes that it changes, before and after."""
+        """The invariant that this step breaks, or "". `changed` has the changed nodes, before and after."""
         away = self.world.away
         if away is not None and after.nodes[away].places[OLD] is not Place.NAMED:
-            return "I3a: another run's version loses its name where it was not overwritten"
+            return "I3a: another run's version loses its name on a node where it was not overwritten"
         for was, now in changed:
             if was.places == now.places:
                 continue
             if _is_dropped(was, now, OLD) and NEW not in self.world.whole(before) | self.world.whole(after):
-                return "I1: a node drops the old version, and the new one was not seen whole"
+                return "I1: a node drops the old version, and the new one is not complete"
             if _is_dropped(was, now, NEW) and can_be_published(before):
-                return "I1: a node drops the new version, and it is published, or can be"
+                return "I1: a node drops the new version, which is published or can be"
             if was.places[NEW] is Place.NAMED and now.places[OLD] is Place.NAMED:
                 return "I4: the old version takes the name of the new one"
         return ""
 
     def broken_in(self, state: State) -> str:
-        """With all nodes back for long enough, what was acknowledged last loads, or what is newer; nothing is half done."""
+        """The invariant that breaks once all nodes are back: the version acknowledged last, or a newer one, must be
+        complete, and no node may have unfinished work.
+        """
         healed = self.healed(state)
         whole = self.world.whole(healed)
         wanted = NEW if state.is_acknowledged else OLD
         if not any(version >= wanted for version in whole):
-            return f"what was acknowledged last is lost: whole are {sorted(whole)}, wanted is {wanted}"
+            return f"the version acknowledged last is lost: {sorted(whole)} are complete, wanted is {wanted}"
         for index, node in enumerate(healed.nodes):
             if {Place.STAGED, Place.DECIDED, Place.REPLACED} & set(node.places):
                 return f"node {index} is not done: {node}"
@@ -103,22 +105,25 @@ class Search:
         return self.broken_by_a_loss(state) if self.loses_a_disk else ""
 
     def broken_by_a_loss(self, state: State) -> str:
-        """With any one node lost for ever and the others back, what was acknowledged last loads, or what is newer."""
+        """The invariant that breaks if one node is lost for ever and the others are back: the version acknowledged
+        last, or a newer one, must be complete.
+        """
         wanted = NEW if state.is_acknowledged else OLD
         for lost in range(self.world.count):
             whole = self.world.whole(self.healed(state, lost))
             if not any(version >= wanted for version in whole):
-                return f"the loss of node {lost} loses version {wanted}: whole are {sorted(whole)}"
+                return f"the loss of node {lost} loses version {wanted}: {sorted(whole)} are complete"
         return ""
 
     def healed(self, state: State, lost: int | None = None) -> State:
-        """All agents but that of a lost node run, all ranks are gone, and each node settles and protects until nothing
-        changes."""
+        """The state after all agents run except the lost node's, all ranks are gone, and every node has settled and
+        re-protected until nothing changes.
+        """
         nodes = tuple(
             LOST if index == lost else node._replace(is_up=True, is_locked=False, heard=())
             for index, node in enumerate(state.nodes)
         )
-        key = (nodes, state.is_given_up, lost)
+        key = (nodes, state.is_aborted, lost)
         if key not in self._healed:
             living = [index for index in range(self.world.count) if index != lost]
             self._healed[key] = self._heal(state._replace(nodes=nodes, told=(), is_over=True), living)
@@ -141,7 +146,7 @@ class Search:
 
 
 def can_be_published(state: State) -> bool:
-    """Whether the new version is decided anywhere, or its coordinator may still decide."""
+    """Whether the new version is decided on any node, or its coordinator may still decide."""
     if any(node.places[NEW] in (Place.DECIDED, Place.NAMED, Place.REPLACED) for node in state.nodes):
         return True
     first = state.nodes[0]
@@ -153,7 +158,7 @@ def _is_dropped(was: Node, now: Node, version: int) -> bool:
 
 
 def _reach(after: State, by: tuple[State, str], came_by: _CameBy, queue: deque[State]) -> None:
-    """Notes how a state was come to first; it is looked at in its turn."""
+    """Queues a state that is reached for the first time, and records how."""
     if after not in came_by:
         came_by[after] = by
         queue.append(after)

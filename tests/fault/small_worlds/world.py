@@ -1,8 +1,9 @@
-"""One small world: three or four nodes and two versions of one checkpoint, and everything that can happen next.
+"""One small world: three or four nodes, two versions of one checkpoint, and every step that can happen next.
 
-The second version is being saved when a world begins: its shards are written on every node, and its coordinator, node 0, is
-about to decide. Each step of the protocol is a step here: a message, a publication, an answer to a question, the death of
-a rank, an agent or a machine, its return, a round of re-protection. What a node decides is decided by `rules`.
+When a world begins, the second version is being saved: its shards are written on every node, and its coordinator, node
+0, is about to decide. Each step of the protocol is one step here: a message, a publication, an answer to a question,
+the death of a rank or an agent, the start of an agent, a round of re-protection. `rules` makes the decisions of the
+nodes.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ VERSIONS = (OLD, NEW)
 
 
 class Place(IntEnum):
-    """Where a version lies on a node, if it does."""
+    """The state of a version on a node."""
 
     NONE = 0
     STAGED = 1
@@ -31,8 +32,7 @@ class Place(IntEnum):
 class Node(NamedTuple):
     """One node. `is_locked`: a rank there holds the lock of the new save. `places` and `shards` (bits) are by version.
 
-    `heard` are the answers of the others so far, while this node settles the new save; `opened`: it adopts the old one,
-    has it staged with its decision, and has not published it.
+    `heard`: the answers of the other nodes so far, while this node settles the new save.
     """
 
     is_up: bool
@@ -43,20 +43,21 @@ class Node(NamedTuple):
 
 
 class State(NamedTuple):
-    """All nodes; how far the coordinator has come with each (see TOLD), -1 before it has decided; what is acknowledged.
+    """All nodes, and the progress of the save. `told`: the coordinator's knowledge of each node (see TOLD), empty
+    before it has decided. `is_acknowledged`: the new version is acknowledged.
 
-    `is_given_up`: the coordinator's node has a note that it gave the new version up.
+    `is_aborted`: the coordinator's node has a record that it aborted the new version.
     """
 
     nodes: tuple[Node, ...]
     told: tuple[int, ...] = ()
     is_over: bool = False
     is_acknowledged: bool = False
-    is_given_up: bool = False
+    is_aborted: bool = False
 
 
 UNTOLD, TOLD, PUBLISHED, FAILED = range(4)
-"""What the coordinator knows of a node: nothing was sent, it has the decision, it has published, it did not."""
+"""The coordinator's knowledge of a node: nothing sent yet, has the decision, has published, has failed."""
 
 
 class Rules(Protocol):
@@ -72,12 +73,12 @@ class Rules(Protocol):
 
     def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool: ...
 
-    def gives_up_when_asked(self) -> bool: ...
+    def aborts_when_asked(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which shards (bits) each node holds of a save when all is well: pairs next to each other, or a ring."""
+    """Which shards (bits) each node holds of a complete save: pairs of nodes, or a ring."""
 
     placed: tuple[int, ...]
 
@@ -96,8 +97,11 @@ Step = tuple[str, State]
 
 
 def first(layout: Layout, *, adopting: int | None = None, away: int | None = None) -> State:
-    """The old version is published and acknowledged; the new one is written. One node has lost the old one and adopts it:
-    its decision is staged there, and is published any time later. Or one node was away when the new one was opened."""
+    """The first state: the old version is published and acknowledged, and the new one is written.
+
+    `adopting`: this node has lost the old version and adopts it again. The old decision is staged there, and may be
+    published at any time. `away`: this node was away when the new version was opened.
+    """
     nodes = []
     for node, shards in enumerate(layout.placed):
         has_old = node != adopting
@@ -108,8 +112,9 @@ def first(layout: Layout, *, adopting: int | None = None, away: int | None = Non
 
 
 class World:
-    """What can happen. `may_go_back`: the coordinator's disk may be put back to what it was before the save. `away`: the
-    node where the new version was not opened."""
+    """The steps that can happen. `may_go_back`: the coordinator's disk may be restored to its state before the save.
+    `away`: the node where the new version was not opened.
+    """
 
     def __init__(
         self,
@@ -128,7 +133,7 @@ class World:
         self.count = len(layout.placed)
 
     def steps(self, state: State) -> Iterator[Step]:
-        """Every next state, with what happened."""
+        """Every next state, with the name of its step."""
         yield from self._coordinator(state)
         for index, node in enumerate(state.nodes):
             if node.is_up:
@@ -141,15 +146,15 @@ class World:
                 yield f"rank of {index} dies", self.with_node(state, index, node._replace(is_locked=False))
 
     def disasters(self, state: State) -> Iterator[Step]:
-        """Next states that no rule can help: what was on a disk is not there any more.
+        """Next states that no rule can prevent, as a disk loses its contents.
 
-        Meanwhile each question that was under way is over: it waits for seconds.
+        Questions in flight end meanwhile, as they wait for seconds only.
         """
         if self.may_go_back and not state.nodes[0].is_up and not state.nodes[0].is_locked:
             shards = (self.layout.placed[0], 0)
             back = Node(is_up=False, is_locked=False, places=(Place.NAMED, Place.NONE), shards=shards)
             others = tuple(node._replace(heard=()) for node in state.nodes[1:])
-            yield "disk of 0 is put back", state._replace(nodes=(back, *others), is_given_up=False)
+            yield "disk of 0 is restored", state._replace(nodes=(back, *others), is_aborted=False)
 
     def with_node(self, state: State, index: int, node: Node) -> State:
         return state._replace(nodes=(*state.nodes[:index], node, *state.nodes[index + 1 :]))
@@ -174,7 +179,7 @@ class World:
             yield "end", self._ended(state)
 
     def _tell(self, state: State, index: int) -> Iterator[Step]:
-        """The decision is sent to a node; it is lost with a node that is down or does not know the save any more."""
+        """The decision is sent to a node. It is lost if the node is down or has dropped the save."""
         node = state.nodes[index]
         if node.is_up and node.places[NEW] in (Place.STAGED, Place.DECIDED):
             decided = node._replace(places=(node.places[OLD], Place.DECIDED), heard=())
@@ -182,7 +187,7 @@ class World:
         yield f"tell {index} in vain", self._known(state, index, FAILED)
 
     def _order(self, state: State, index: int) -> Iterator[Step]:
-        """A node that has the decision is told to publish; the answer may be lost."""
+        """A node with the decision is asked to publish. Its answer may be lost."""
         after = self._published(state, index, NEW) if state.nodes[index].is_up else None
         if after is not None:
             yield f"publish {index}", self._known(after, index, PUBLISHED)
@@ -194,7 +199,7 @@ class World:
         return state._replace(told=(*state.told[:index], known, *state.told[index + 1 :]))
 
     def _ended(self, state: State) -> State:
-        """The save returns: acknowledged if every shard was published by a node that said so."""
+        """The save returns. It is acknowledged if nodes that confirmed their publication hold every shard."""
         seen = 0
         for index, known in enumerate(state.told):
             if known == PUBLISHED:
@@ -205,7 +210,9 @@ class World:
     # A node ------------------------------------------------------------------------------------------------------
 
     def _published(self, state: State, index: int, version: int) -> State | None:
-        """After the node has published a decided version, if it may. What it replaces is set aside, or goes."""
+        """The state after the node has published a decided version; None if the node may not. The replaced version is
+        kept or dropped.
+        """
         node = state.nodes[index]
         if node.places[version] is Place.NAMED:
             return state
@@ -225,7 +232,7 @@ class World:
         return self.with_node(state, index, after)
 
     def _started(self, state: State, index: int) -> State:
-        """An agent that starts publishes what is decided on its disk."""
+        """An agent that starts publishes the decided versions on its disk."""
         state = self.with_node(state, index, state.nodes[index]._replace(is_up=True))
         for version in VERSIONS:
             state = self._published(state, index, version) or state
@@ -236,13 +243,13 @@ class World:
         places, shards = list(node.places), list(node.shards)
         places[version], shards[version] = Place.NONE, 0
         after = node._replace(places=(places[0], places[1]), shards=(shards[0], shards[1]), heard=())
-        is_given_up = state.is_given_up or (index == 0 and version == NEW)
-        return self.with_node(state, index, after)._replace(is_given_up=is_given_up)
+        is_aborted = state.is_aborted or (index == 0 and version == NEW)
+        return self.with_node(state, index, after)._replace(is_aborted=is_aborted)
 
     # Settling ----------------------------------------------------------------------------------------------------
 
     def _settle(self, state: State, index: int) -> Iterator[Step]:
-        """A node asks the others, one after the other, and acts on what it has heard at any time."""
+        """A node asks the others one by one, and may act on the answers so far at any time."""
         node = state.nodes[index]
         if node.places[NEW] is not Place.STAGED:
             return
@@ -259,7 +266,7 @@ class World:
         yield f"{index} settles", self._acted(state, index)
 
     def settled(self, state: State, index: int, others: list[int]) -> State:
-        """The node asks these at once, and acts."""
+        """The node asks these nodes at once, and acts."""
         for other in others:
             state = self._asked(state, index, other)
         return self._acted(state, index)
@@ -269,9 +276,9 @@ class World:
         answer, node = self._answer(state.nodes[other]), state.nodes[other]
         if answer is Answer.STAGED and node.is_locked:
             answer = Answer.WORKING
-        elif answer is Answer.STAGED and other == 0 and self.rules.gives_up_when_asked():
+        elif answer is Answer.STAGED and other == 0 and self.rules.aborts_when_asked():
             state, answer = self._dropped(state, other, NEW), Answer.ABORTED
-        elif answer is Answer.ABSENT and other == 0 and state.is_given_up and self.rules.gives_up_when_asked():
+        elif answer is Answer.ABSENT and other == 0 and state.is_aborted and self.rules.aborts_when_asked():
             answer = Answer.ABORTED
         heard = tuple(sorted({**dict(state.nodes[index].heard), other: answer}.items()))
         return self.with_node(state, index, state.nodes[index]._replace(heard=heard))
@@ -307,8 +314,9 @@ class World:
             yield f"{index} publishes what it adopts", self._published(state, index, OLD) or state
 
     def protected(self, state: State, index: int, *, are_gone: bool) -> State:
-        """One round of a node: what outlived its use goes, what is missing is adopted and copied. Others that do not
-        answer are taken for gone, or are assumed to hold what they were meant to."""
+        """One round of re-protection: the node drops superseded versions, and adopts and copies what is missing. Nodes
+        that do not answer count as gone, or are assumed to hold their shards.
+        """
         whole = self.whole(state)
         named = self._named(state.nodes[index])
         is_opened = index != self.away
@@ -324,7 +332,7 @@ class World:
         return self._mended(state, index, are_gone=are_gone)
 
     def whole(self, state: State) -> frozenset[int]:
-        """Versions of which every shard lies published, or set aside, at nodes that answer."""
+        """The versions of which nodes that answer hold every shard, published or replaced."""
         found = []
         for version in VERSIONS:
             seen = 0
@@ -352,7 +360,9 @@ class World:
         return state
 
     def _adopted(self, state: State, index: int, version: int) -> State:
-        """The node stages manifest and metadata of a version that another has. Of the old one, publishing comes later."""
+        """The node stages manifest and metadata of a version that another node has. It publishes the old version in a
+        later step.
+        """
         node = state.nodes[index]
         if node.places[version] not in (Place.NONE, Place.STAGED):
             return state
@@ -369,7 +379,7 @@ Visible = tuple[tuple[bool, tuple[Place, Place], tuple[int, int]], ...]
 
 
 def visible(state: State) -> Visible:
-    """What re-protection sees of the nodes: all of those that answer, and of the others that they do not."""
+    """The state that re-protection sees: that of all nodes that answer."""
     return tuple(
         (True, node.places, node.shards) if node.is_up else (False, (Place.NONE, Place.NONE), (0, 0))
         for node in state.nodes
