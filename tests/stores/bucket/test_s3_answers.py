@@ -29,7 +29,7 @@ from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault
 from tests.buckets.faulty_bucket import FaultyBucket, faulty_bucket
 from tests.buckets.servers import Server
-from tests.stores.bucket.test_object_clients import upload_shards, s3_target
+from tests.stores.bucket.test_object_clients import s3_target, upload_shards
 
 
 @pytest.fixture
