@@ -35,13 +35,9 @@ CLASSES = sorted(
 _EXPECTING = {"raises", "warns", "isinstance"}
 PACKAGE = TESTS.parent / "replicated_ckpt"
 TRANSLATED = {"TokenInvalid", "AlreadyServed"}
-"""TokenInvalid becomes HTTP status 401, for which the client raises StoreDenied. AlreadyServed becomes an agent's exit code."""
+"""TokenInvalid becomes HTTP status 401, for which clients raise StoreDenied; AlreadyServed becomes an exit code."""
 CONVERSIONS = ("dcp/convert", "stores/output")
-_DEFAULT_UNTIL = {
-    "ObjectCorrupt": 4,
-    "ObjectMissing": 4,
-    "StoreError": 4,
-}  # with at most this many arguments, a call passes no hint
+_DEFAULT_UNTIL = {"ObjectCorrupt": 4, "ObjectMissing": 4, "StoreError": 4}  # a hint is a later argument than these
 
 
 def expected_in(text: str) -> set[str]:
