@@ -54,7 +54,7 @@ def test_plain_names_are_ids(text: str) -> None:
     + ["/".join("abcdefghi")]
     + [f"a{character}b" for character in '*?[]{}<>|"`\\^%$'],
 )
-def test_names_that_hide_or_climb_are_refused(text: str) -> None:
+def test_invalid_names_are_refused(text: str) -> None:
     """Hidden, reserved and over-long names, `..` and special characters are refused."""
     assert not is_checkpoint_id(text)
     with pytest.raises(ConfigInvalid):

@@ -115,7 +115,7 @@ def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: 
         assert_loads(dcp.FileSystemReader(root / "step-1"), str(root / "step-1"), number)
 
 
-def test_what_is_saved_over_another_run_replaces_it_in_the_bucket(
+def test_an_overwrite_of_another_run_replaces_it_in_the_bucket(
     root: Path, tmp_path: Path, where: Mapping[str, Any]
 ) -> None:
     """A save replaces another run's checkpoint in the bucket although that run's clock was a year ahead."""
@@ -229,7 +229,7 @@ def test_wait_returns_no_checkpoint_that_was_never_uploaded(root: Path, where: M
     assert_loads(ReplicatedReader(**where), "latest", 3)
 
 
-def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path: Path) -> None:
+def test_stock_torchs_checkpoint_in_the_bucket_is_read(where: Mapping[str, Any], tmp_path: Path) -> None:
     """A checkpoint that stock torch wrote to the bucket loads by name, and as `latest` if there is no other."""
     url, options = where["object_store"], where["storage_options"]
     dcp.save(contents(5), storage_writer=FsspecWriter(f"{url}/theirs", **options))
@@ -238,9 +238,7 @@ def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_stock_torch_wrote_there_is_held_against_the_checksums_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_torchs_items_in_the_bucket_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader verifies the zip checksums in stock torch's items: it refuses a changed byte, and reads each item at
     most twice.
     """

@@ -48,7 +48,7 @@ def has_uploads(root: Path) -> bool:
         return bool(client.call("GET", "/v1/status")["object_store"]["pending"])
 
 
-def test_an_upload_that_ends_between_two_steps_of_it_leaves_nothing(
+def test_a_removal_during_which_an_upload_commits_leaves_nothing(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upload commits after `rm` has found no mark in the bucket: the checkpoint is removed there, too."""
@@ -104,7 +104,7 @@ def test_an_agent_that_is_killed_in_the_commit_of_an_upload_brings_nothing_back(
     assert (in_bucket(where), list_names(where, "step-2")) == (["step-1"], [])
 
 
-def test_what_is_kept_in_the_bucket_stays_though_its_upload_has_not_ended(
+def test_the_buckets_copy_can_be_kept_before_its_upload_has_ended(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload has committed but the agent has not confirmed it: `rm --keep-in-bucket` removes the node's copy, and

@@ -108,7 +108,7 @@ def test_ls_reports_that_retention_removed_a_checkpoint_from_the_bucket(
     assert main(["verify", "step-2", "--root", str(root)]) == ExitCode.OK
 
 
-def test_verify_names_what_an_older_bucket_has_as_another_save(
+def test_verify_names_other_saves_in_a_restored_bucket(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bucket is restored to an older state: `verify` names the saves that only the nodes have, and `upload` uploads
@@ -168,7 +168,7 @@ def test_what_retention_removed_from_the_bucket_is_not_uploaded_again(root: Path
     wait_until_on_node(root, {"step-5"})
 
 
-def test_what_others_wrote_is_not_touched(root: Path, where: Mapping[str, Any]) -> None:
+def test_other_checkpoints_are_not_touched(root: Path, where: Mapping[str, Any]) -> None:
     """Retention neither counts nor removes stock torch's checkpoints, nor those of another directory, in either tier."""
     url, options = where["object_store"], where["storage_options"]
     dcp.save(contents(7), storage_writer=FsspecWriter(f"{url}/theirs", **options))
@@ -178,7 +178,9 @@ def test_what_others_wrote_is_not_touched(root: Path, where: Mapping[str, Any]) 
     for number in (2, 3):
         save(writer, f"step-{number}", number)
         writer.wait()
-    wait_for(lambda: in_bucket(where) == {"theirs", "other/step-1", "step-3"}, 20, "the others")
+    wait_for(
+        lambda: in_bucket(where) == {"theirs", "other/step-1", "step-3"}, 20, "the remaining checkpoints in the bucket"
+    )
     wait_until_on_node(root, {"theirs", "other/step-1", "step-3"})
 
 
@@ -253,7 +255,7 @@ def test_a_run_without_a_policy_ends_the_previous_policy(root: Path) -> None:
     for number in (3, 4):
         save(writer, f"step-{number}", number)
     rounds = ask(root, "GET", "/v1/status")["protection"]["rounds"]
-    wait_for(lambda: ask(root, "GET", "/v1/status")["protection"]["rounds"] > rounds, 30, "a round")
+    wait_for(lambda: ask(root, "GET", "/v1/status")["protection"]["rounds"] > rounds, 30, "the next round")
     assert on_node(root) == {"step-2", "step-3", "step-4"}
 
 

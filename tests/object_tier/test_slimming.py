@@ -73,7 +73,7 @@ def test_the_bucket_keeps_the_weights(root: Path, tmp_path: Path, *, overwrite: 
         save(root, range(1, 2), url)
     save(root, range(1, 4), url, overwrite=overwrite, object_retention=Retention(keep_last=9, full_last=1))
     bucket = bucket_at(url)
-    wait_for(lambda: with_optimizer(bucket) == ["step-3"], 20, "one full one")
+    wait_for(lambda: with_optimizer(bucket) == ["step-3"], 20, "only step-3 with its optimizer")
     check_intact(bucket)
     alone = ReplicatedReader(object_store=url, expect_partial=True)
     for step in (1, 2, 3):
@@ -89,7 +89,7 @@ def test_the_bucket_keeps_the_weights(root: Path, tmp_path: Path, *, overwrite: 
     assert torch.equal(found["optim"]["state"]["weight"]["exp_avg"], state(1)["optim"]["state"]["weight"]["exp_avg"])
     stop_agent(root)
     save(root, range(4, 5), url, object_retention=Retention(keep_last=9, full_last=1))
-    wait_for(lambda: with_optimizer(bucket) == ["step-4"], 20, "the newest one full")
+    wait_for(lambda: with_optimizer(bucket) == ["step-4"], 20, "only step-4 with its optimizer")
     check_intact(bucket)
 
 

@@ -99,7 +99,7 @@ def uploading_to(
     return uploader, service, book.bucket(target.url), second
 
 
-@pytest.mark.parametrize("part_bytes", [5 << 20, 512 << 20], ids=["parts", "once"])
+@pytest.mark.parametrize("part_bytes", [5 << 20, 512 << 20], ids=["parts", "one request"])
 def test_s3_copies(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     """An S3 bucket copies the file in one request or in parts, and no byte is sent."""
     for module in (parts, s3):

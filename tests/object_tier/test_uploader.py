@@ -118,7 +118,7 @@ def test_a_removal_here_keeps_what_another_node_has_committed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("has_own_prefix", [True, False])
-def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_own_prefix: bool) -> None:
+def test_an_unseen_checkpoint_of_stock_torch_is_not_overwritten(tmp_path: Path, has_own_prefix: bool) -> None:
     """The bucket has a checkpoint of stock torch that the save did not see: the upload ends with an error. A later save
     that saw it replaces it.
     """
@@ -235,7 +235,7 @@ def test_two_shards_of_a_node_are_uploaded_at_once(tmp_path: Path) -> None:
     assert (there.save_id, set(there.sizes)) == (manifest.save_id, set(shards))
 
 
-def test_an_agent_that_was_stopped_in_its_commit_takes_no_newer_mark_away(tmp_path: Path) -> None:
+def test_an_agent_stopped_in_its_commit_removes_no_newer_save(tmp_path: Path) -> None:
     """In a store without conditional writes, an agent resumes its commit after a newer save has committed: the newer
     save stays, intact.
     """
@@ -311,8 +311,8 @@ def test_a_shard_is_uploaded_in_parts_without_threads(
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """An order to a second bucket stays pending until that bucket has the save, before, during and after the upload to
-    the first.
+    """An order to a second bucket, given before, during or after the upload to the first, stays pending until the
+    second has the save.
 
     The save is reported as uploaded only once the first bucket has it, too.
     """

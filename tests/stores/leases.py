@@ -14,7 +14,7 @@ def skip_without_leases(directory: Path) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         if is_open_elsewhere(fd):
-            pytest.skip("this file system does not tell whether a file is open: nothing is recycled on it")
+            pytest.skip("this file system has no leases: no file is recycled on it")
     finally:
         os.close(fd)
         path.unlink()

@@ -152,7 +152,7 @@ def test_a_footer_with_a_damaged_block_size_is_rebuilt() -> None:
     data = DATA[:1000]
     table = table_of([data])
     raw = bytearray(data + table.encode())
-    raw[-16] ^= 1  # the lowest bit of the block size, behind which lie the size of the data and a checksum
+    raw[-16] ^= 1  # the lowest bit of the block size; the size of the data and a checksum follow
     rebuilt: Tables = {}
     expected = Expected(len(raw), table.file_crc())
     source = AnySource(

@@ -46,7 +46,7 @@ def test_every_protocol_is_followed(protocol: int) -> None:
     assert needed_bytes(found) == {"__0_0.distcp": 70_000 + (1 << 40), "__3_1.distcp": 16}
 
 
-def test_what_stock_torch_wrote_is_followed(tmp_path: Path) -> None:
+def test_metadata_of_stock_torch_is_read(tmp_path: Path) -> None:
     """For a real `.metadata` of nested tensors and objects, the locations equal those from torch's unpickling."""
     state = {"model": {str(n): torch.ones(n, 3) for n in range(40)}, "step": 3, "list": [torch.zeros(2), {"lr": 0.1}]}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=3))
@@ -80,7 +80,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_nothing_is_called(tmp_path: Path) -> None:
+def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
     """A pickle that would create a file when loaded creates none."""
     hostile = metadata(PLACES)
     hostile.planner_data = Bomb(tmp_path / "made")

@@ -37,7 +37,7 @@ TENSOR = saved(torch.arange(1000, dtype=torch.int32))
 DATA = torch.arange(1000, dtype=torch.int32).numpy().tobytes()
 
 
-def test_what_torch_saved_is_intact() -> None:
+def test_saved_items_are_intact() -> None:
     """Saved tensors and objects are intact. An item without CRC32, or that is no container, is unchecked."""
     assert verdict(TENSOR) is Verdict.INTACT
     assert verdict(saved({"step": 3, "tensors": [torch.ones(3), torch.zeros(0)]})) is Verdict.INTACT

@@ -97,19 +97,19 @@ def test_a_decided_save_is_dropped_only_for_another_runs_newer_one() -> None:
     """
     ours, other = version(9, created=1.0), version(2, lineage="other", created=2.0)
 
-    def goes(
+    def may_be_deleted(
         published: Version | None, *, replaces: str = "", whole: Sequence[Version] = (other,), seen: bool = True
     ) -> bool:
         return is_without_a_name(ours, published=published, replaces=replaces, whole=whole, is_seen_nowhere=seen)
 
-    assert goes(other)
-    assert not goes(other, seen=False)
-    assert not goes(other, whole=[])
-    assert not goes(other, whole=[version(3, lineage="other")])
-    assert not goes(other, replaces="save2"), "the save may replace the published one"
-    assert not goes(None, whole=[other])
+    assert may_be_deleted(other)
+    assert not may_be_deleted(other, seen=False)
+    assert not may_be_deleted(other, whole=[])
+    assert not may_be_deleted(other, whole=[version(3, lineage="other")])
+    assert not may_be_deleted(other, replaces="save2"), "the save may replace the published one"
+    assert not may_be_deleted(None, whole=[other])
     own = version(10, created=2.0)
-    assert not goes(own, whole=[own]), "within one run the sequence decides"
+    assert not may_be_deleted(own, whole=[own]), "within one run the sequence decides"
     at_once, older = (version(2, lineage="other", created=created) for created in (ours.created_unix_s, 0.5))
-    assert goes(at_once, whole=[at_once]), "with equal clocks the published save stays"
-    assert not goes(older, whole=[older])
+    assert may_be_deleted(at_once, whole=[at_once]), "with equal clocks the published save stays"
+    assert not may_be_deleted(older, whole=[older])

@@ -99,7 +99,7 @@ def test_a_node_follows_only_policies_of_its_own_ranks() -> None:
     assert confirm([later], [KEEP_TWO]) == (later,)
 
 
-def test_a_save_without_shards_is_never_whole() -> None:
+def test_a_save_without_shards_is_never_complete() -> None:
     """A manifest without shards, which a peer can easily forge, does not count as complete: no save is removed for it."""
     policy = Policy("", NODES, 1, Retention(keep_last=1), lineage="a" * 16)
     entry = {SHARD: ShardEntry(9, 1, 0, "a", ("a",))}

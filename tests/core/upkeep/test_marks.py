@@ -77,7 +77,7 @@ def test_invalid_marks_are_refused(told: dict[str, Any]) -> None:
         Marks.from_json({"rejections": {}, "restores": {}, **told})
 
 
-def test_marks_travel_within_bounds() -> None:
+def test_marks_decode_within_bounds() -> None:
     """Marks in a node's report decode unchanged. Of too many, the newest are kept. A report without marks has none."""
     marks = replace(counted(7, a=1), rejections={A: 1})
     assert NodeReport.from_json(json.loads(json.dumps(NodeReport(marks=marks).to_json()))).marks == marks
@@ -87,7 +87,7 @@ def test_marks_travel_within_bounds() -> None:
     assert list(found.rejections) == list(many)[5:]
 
 
-def test_a_rejected_checkpoint_takes_no_good_ones_place() -> None:
+def test_a_rejected_checkpoint_does_not_count() -> None:
     """A rejected checkpoint does not count for `keep_last`, as the best, or as the newest with all copies. A rejection
     never removes more checkpoints.
     """

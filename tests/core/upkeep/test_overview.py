@@ -67,7 +67,7 @@ def test_a_removed_or_replaced_save_has_no_missing_copies() -> None:
     assert make_overview(Look({older.save_id: older, NEW.save_id: NEW}, (a, b))).copies_missing == 0
 
 
-def test_what_the_bucket_has() -> None:
+def test_uploads_are_counted() -> None:
     """One node's report of an upload is enough. A save that was removed from the bucket does not count."""
     one = overview(view("a", report=NodeReport(uploaded=frozenset({OLD.save_id, NEW.save_id}))), view("b"))
     assert (one.uploaded_unix_s, one.uploaded_bytes) == (20.0, 400)

@@ -15,7 +15,7 @@ def save(number: int, *, lineage: str = "a", scope: str = "run/", whole: bool = 
     return Removable(candidate, lineage, is_lost=lost)
 
 
-def test_the_last_whole_one_of_a_run_is_the_last_good_one() -> None:
+def test_the_last_complete_checkpoint_of_a_run_is_the_last_good_one() -> None:
     """If a complete checkpoint stays, nothing is refused. Otherwise every chosen one that may be complete is."""
     saves = [save(1), save(2), save(3, whole=False)]
     assert find_last_good(saves, {"a1"}) == ()

@@ -75,14 +75,14 @@ def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
 
 
 def test_a_silent_node_is_not_taken_for_lost() -> None:
-    """Until a silent node is given up, its last known holdings count, or else its intended ones."""
+    """Until a silent node counts as lost, its last known holdings count, or else its intended ones."""
     for held in (None, (holding("b", PAIR, *BOTH),)):
         views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", ASSUMED, held), NodeView("new", UP, ())]
         assert plan_repair({PAIR.save_id: PAIR}, views).copy == ()
 
 
 @pytest.mark.parametrize("size", [0, 99, 101])
-def test_a_copy_of_another_size_is_none(size: int) -> None:
+def test_a_copy_of_another_size_does_not_count(size: int) -> None:
     """A node whose copy has a wrong size gets a good one in its place."""
     views = [
         NodeView("a", UP, (holding("a", PAIR, *BOTH),)),
@@ -291,7 +291,7 @@ def of_lineage(found: Holding, of: Manifest) -> Holding:
     return replace(found, lineage=of.lineage, created_unix_s=of.created_unix_s)
 
 
-def test_a_damaged_copy_beyond_those_wanted_is_mended() -> None:
+def test_a_damaged_extra_copy_is_repaired() -> None:
     """A damaged copy is repaired even if there are enough intact ones."""
     bad = replace(holding("c", PAIR, *BOTH), damaged=(shard(0),))
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"] + [NodeView("c", UP, (bad,))]
@@ -395,7 +395,7 @@ def test_a_lost_shard_names_the_nodes_to_bring_back() -> None:
     assert "bring back node b (host-b)" in str(lost)
 
 
-def test_a_plan_travels_as_json() -> None:
+def test_a_plan_decodes_unchanged() -> None:
     """A plan decodes from JSON unchanged."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
@@ -443,7 +443,7 @@ def test_carrying_the_plan_out_leaves_nothing_to_do(
         assert (have == 0) == (name in {entry.shard for entry in again.lost})
 
 
-def test_a_node_that_leaves_gives_copies_and_takes_none() -> None:
+def test_a_leaving_node_is_a_source_but_gets_no_copies() -> None:
     """A leaving node's copies do not count: others get copies, from the leaving node if there is no other source. It
     gets none.
     """

@@ -1,4 +1,4 @@
-"""The repair plan with incomplete information: a node given up, an unread manifest, missing metadata."""
+"""The repair plan with incomplete information: a lost node, an unread manifest, missing metadata."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 FULL = NodeView("a", UP, (holding("a", PAIR, *BOTH),))
 
 
-def test_holdings_of_a_node_given_up_do_not_count() -> None:
-    """The last known holdings of a node given up do not count: a blank node gets copies, without that node as a source."""
+def test_holdings_of_a_lost_node_do_not_count() -> None:
+    """The last known holdings of a lost node do not count: a blank node gets copies, without that node as a source."""
     gone = NodeView("b", GONE, (holding("b", PAIR, *BOTH),))
     plan = plan_repair({PAIR.save_id: PAIR}, [FULL, gone, NodeView("c", UP, ())])
     assert copies(plan) == [(shard(0), "c", ("a",)), (shard(1), "c", ("a",))]
@@ -76,7 +76,7 @@ def test_a_replaced_version_takes_a_free_name_if_another_node_can_give_it() -> N
     assert alone == RepairPlan()
 
 
-def test_files_of_others_alone_are_no_checkpoint() -> None:
+def test_stock_torchs_files_alone_are_ignored() -> None:
     """Repair ignores a directory with only stock torch's files."""
     stock = UnclaimedFiles("b", "step-5", False, {shard(0): 100}, {})
     views = [FULL, NodeView("b", UP, (holding("b", PAIR, *BOTH),), unclaimed=(stock,))]
@@ -90,7 +90,7 @@ def test_a_silent_node_counts_for_what_it_was_seen_to_hold() -> None:
     assert copies(plan) == [(shard(1), "c", ("a",))]
 
 
-def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
+def test_a_blank_node_gets_the_save_that_may_be_complete() -> None:
     """A blank node gets the older save if the newer one has lost a shard for good."""
     torn = manifest(2, {shard(0): ("a", "b"), shard(1): ("d", "d")})
     views = [
@@ -104,7 +104,7 @@ def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
     assert [(action.node_id, action.save_id) for action in plan.restore] == [("e", PAIR.save_id)]
 
 
-def test_a_damaged_copy_on_a_silent_node_is_no_half_of_a_good_one() -> None:
+def test_a_damaged_copy_on_a_silent_node_is_not_combined() -> None:
     """A damaged copy on a silent node is not combined with another damaged one: the shard is lost."""
     bad = {node: replace(holding(node, PAIR, *BOTH), damaged=(shard(1),)) for node in "ab"}
     plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad["a"],)), NodeView("b", ASSUMED, (bad["b"],))])
@@ -125,7 +125,7 @@ def test_a_blank_node_gets_no_save_without_metadata() -> None:
     assert [(action.node_id, action.save_id) for action in plan.restore] == [("e", PAIR.save_id)]
 
 
-def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:
+def test_an_older_save_gets_no_copies_beside_a_complete_newer_one() -> None:
     """An older save beside a complete newer one gets no copies, and is not reported as short."""
     newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
     views = [NodeView("a", UP, (holding("a", newer, *BOTH),)), NodeView("b", UP, (holding("b", PAIR, shard(0)),))]

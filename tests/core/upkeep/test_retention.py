@@ -342,7 +342,7 @@ def test_each_node_drops_its_part_of_an_optimizer() -> None:
     assert plan_retention(manifests, alone, [policy(Retention(keep_last=3))]).slimmings == ()
 
 
-def test_without_a_policy_nothing_goes() -> None:
+def test_without_a_policy_nothing_is_removed() -> None:
     """Nothing is removed without a policy, with one that keeps everything, or with one of another directory or tier."""
     elsewhere = Policy("", "s3://bucket/x", 1, LAST_TWO)
     for policies in ([], [policy(None)], [policy(LAST_TWO, scope="run-2")], [elsewhere]):

@@ -98,7 +98,7 @@ def test_a_renamed_or_unread_version_is_not_complete() -> None:
     assert find_whole_versions(by_save([one]), silent) == {}
 
 
-def test_without_metadata_on_any_node_nothing_counts_as_whole() -> None:
+def test_a_checkpoint_without_metadata_does_not_count() -> None:
     """A checkpoint without metadata on any node does not count, so the two older ones stay."""
     saves = of_run(OURS, 1, 2, 3)
     held = tuple(replace(holding("a", one, NAMES), has_metadata=one.sequence < 3) for one in saves)

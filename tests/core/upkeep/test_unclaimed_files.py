@@ -116,7 +116,15 @@ def of_stock(size: int, metadata_crc: int | None = None) -> UnclaimedFiles:
         (replace(of_stock(STOCK_BYTES), sizes={"__7_0.distcp": STOCK_BYTES}), False),
         (replace(of_stock(STOCK_BYTES), sizes={SHARDS[0]: 3, SHARDS[1]: STOCK_BYTES}), True),
     ],
-    ids=["length", "metadata, too", "other metadata", "other length", "ours", "no shard of it", "one of two"],
+    ids=[
+        "length",
+        "metadata, too",
+        "other metadata",
+        "other length",
+        "own files",
+        "no shard of the save",
+        "one of two",
+    ],
 )
 def test_files_without_footers_may_be_of_a_save(found: UnclaimedFiles, expected: bool) -> None:
     """Files without footers may belong to a save if their length fits and nothing contradicts. Reads compare their

@@ -43,7 +43,7 @@ def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteO
     site.cluster.nodes[victim].lose()
     site.faulty.clear()
     site.wait_until_committed("step-1")
-    assert site.faulty.uploaded_bytes(SHARDS[1 - victim]) < (COUNT + 1) << 20, "what was there was not sent again"
+    assert site.faulty.uploaded_bytes(SHARDS[1 - victim]) < (COUNT + 1) << 20, "the finished shard was not sent again"
     assert_loads_from_the_bucket(site, COUNT)
 
 

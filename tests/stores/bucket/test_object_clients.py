@@ -127,7 +127,7 @@ def unmanaged(client: ObjectClient, key: str, size_bytes: int, *items: ByteRange
     return UnmanagedObjectShard(Bucket(client), key, Expected(size_bytes, 0), UncheckedItems(items)).open()
 
 
-def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectClient) -> None:
+def test_a_shard_without_a_mark_is_verified_by_its_footer(client: ObjectClient) -> None:
     """A shard without a commit mark, as in a user's copy of a node's files, is verified against its own footer. Without
     a footer it is read unverified.
     """
@@ -271,7 +271,7 @@ def test_an_upload_begun_without_checksums_goes_on_without(large: tuple[LocalSto
 
 
 @pytest.mark.parametrize("kind", ["reset", "lost_answer"])
-def test_what_the_server_holds_is_what_was_sent(
+def test_a_failed_part_is_an_error_and_the_next_try_completes(
     moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, kind: Kind
 ) -> None:
     """A part that is lost, or whose answer is lost, raises an error. The next try completes the shard."""
@@ -285,7 +285,7 @@ def test_what_the_server_holds_is_what_was_sent(
         assert bucket.is_intact(large[1], shard(0))
 
 
-def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
+def test_refusals_are_distinguished(moto: Server, tmp_path: Path) -> None:
     """A wrong bucket raises StoreDenied, an unreachable server StoreUnavailable. No message contains the secret."""
     options = moto.storage_options()
     with pytest.raises(StoreDenied, match="NoSuchBucket"):

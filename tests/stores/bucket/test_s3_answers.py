@@ -150,7 +150,7 @@ def test_a_damaged_mark_is_found(client: S3Client, tmp_path: Path) -> None:
     assert inspector.unchecked == []
 
 
-def test_a_checkpoint_that_goes_during_a_look_hides_no_other(
+def test_a_checkpoint_removed_during_a_listing_hides_no_other(
     client: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention removes a checkpoint between its listing and the read of its mark: the others are found."""
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_goes_during_a_look_hides_no_other(
 
 
 @pytest.mark.parametrize("metadata", [METADATA[:-200], METADATA * 2], ids=["shorter", "longer"])
-def test_a_checkpoint_that_is_saved_over_during_a_look_is_found_and_hides_no_other(
+def test_a_checkpoint_overwritten_during_a_listing_is_found_and_hides_no_other(
     client: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bytes
 ) -> None:
     """An overwrite changes the size of `.metadata` between its listing and the read of its mark: both checkpoints are
@@ -250,7 +250,7 @@ def test_a_denied_delete_keeps_no_other_checkpoint(client: S3Client, proxy: Faul
 
 
 @pytest.mark.parametrize("scope", ["run", ""])
-def test_a_look_at_one_directory_asks_for_no_other(
+def test_listing_one_directory_requests_no_other(
     client: S3Client, proxy: FaultyBucket, tmp_path: Path, scope: str
 ) -> None:
     """Listing one directory's checkpoints sends no request for another run's."""

@@ -61,7 +61,7 @@ def test_every_byte_comes_once(tmp_path: Path, folder: str, size: int) -> None:
         path.unlink()
 
 
-def test_what_was_written_and_not_flushed_is_read(tmp_path: Path) -> None:
+def test_unflushed_bytes_are_read(tmp_path: Path) -> None:
     """A direct read returns bytes that are only in the page cache."""
     path = tmp_path / "file"
     data = os.urandom(3 * SCRATCH_BYTES)

@@ -61,7 +61,7 @@ def check_whole(store: LocalStore) -> None:
         assert file.read() == raw
 
 
-def test_the_optimizer_goes(store: LocalStore) -> None:
+def test_slimming_removes_the_optimizer(store: LocalStore) -> None:
     """Slimming leaves the weights, a smaller metadata and a manifest. A second call changes nothing."""
     full = checkpointed([store], 1, WHOLE)
     assert slim(store.root, "step-1", full.save_id)

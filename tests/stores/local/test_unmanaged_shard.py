@@ -147,7 +147,7 @@ def test_the_empty_shard_of_a_rank_that_had_nothing_to_save_is_no_problem(opened
     assert problems(tmp_path) == [("no such file", "one")]
 
 
-def test_a_shard_that_has_gone_hides_no_other(opened: Opened, tmp_path: Path) -> None:
+def test_a_removed_shard_hides_no_other(opened: Opened, tmp_path: Path) -> None:
     """A listed shard that cannot be opened, as during a removal, does not stop the inspection of others."""
     opened(damaged(IN_TENSOR)).close()
     gone = NAME.replace("0_0", "0_1")

@@ -207,7 +207,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault
-def test_a_rank_without_room_gives_nothing(full_disk: Path, stopwatch: Stopwatch) -> None:
+def test_a_rank_on_a_full_disk_shares_nothing(full_disk: Path, stopwatch: Stopwatch) -> None:
     """On a full disk a rank shares no pieces, and no rank waits for them. It takes those of the others."""
     made = Pair(full_disk, [0, 1])
     started = stopwatch.now()

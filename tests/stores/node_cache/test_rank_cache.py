@@ -127,7 +127,7 @@ def test_other_processes_see_the_board(own: RankCache, other: OtherRankCache) ->
     assert other.board.pulse_ns == at
 
 
-def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> None:
+def test_an_opened_cache_stays_readable_after_its_owner_closed_it(tmp_path: Path) -> None:
     """The owner's close removes the name. A process that has opened the cache can still take its pieces."""
     own = RankCache.create(tmp_path, 2, SLOT)
     own.reserve(1)
