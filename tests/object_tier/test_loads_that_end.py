@@ -1,4 +1,4 @@
-"""Loads from the bucket alone that fail midway: the error states what happened in the bucket and the next step."""
+"""Loads from the bucket alone that fail midway: the error has the event in the bucket and the next step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,8 +51,8 @@ def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], No
 def test_a_checkpoint_that_was_overwritten_meanwhile_is_to_be_loaded_again(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, step: str, checkpoint_id: str
 ) -> None:
-    """Another save replaces the checkpoint during a load: the error tells the user to load again, and that load returns
-    the replacement.
+    """Another save replaces the checkpoint during a load: the hint is to load again, and the next load returns the
+    replacement.
     """
     writer = ReplicatedWriter(root, overwrite=True, **where)
     for number in (1, 2):
@@ -73,8 +73,8 @@ def test_a_checkpoint_that_was_overwritten_meanwhile_is_to_be_loaded_again(
 def test_a_checkpoint_that_was_removed_meanwhile_is_reported_as_removed(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint is removed during a load, as by retention: the error says so, and the next load of `latest` finds
-    a newer one.
+    """The checkpoint is removed during a load, as by retention: the error reports the removal, and the next load of
+    `latest` finds a newer one.
     """
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)

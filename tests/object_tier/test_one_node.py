@@ -164,7 +164,7 @@ def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any])
 
 @pytest.mark.long
 def test_a_checkpoint_in_the_bucket_is_not_overwritten_by_accident(root: Path, where: Mapping[str, Any]) -> None:
-    """A blank node refuses to save under an id that the bucket has, and its next save is newer than all those in the
+    """A blank node refuses to save under an id that the bucket has. Its next save is newer than all saves in the
     bucket.
     """
     writer = ReplicatedWriter(root, **where)
@@ -370,8 +370,8 @@ def test_an_upload_by_hand_looks_into_the_bucket(
 def test_ls_does_not_call_the_bucket_an_unreachable_node(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ls` reports a checkpoint that the nodes have lost, names the bucket as the next step, and does not list the
-    bucket as an unreachable node.
+    """The nodes have lost a checkpoint: `ls` suggests to load it from the bucket, and does not list the bucket as an
+    unreachable node.
     """
     bucket = tmp_path / "bucket"
     bucket.mkdir()

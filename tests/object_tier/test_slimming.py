@@ -1,4 +1,4 @@
-"""The bucket's policy drops the optimizer of older checkpoints: what loads afterwards, and after an interruption."""
+"""The bucket's policy drops the optimizer of older checkpoints: loads afterwards, and after an interruption."""
 
 import itertools
 import os

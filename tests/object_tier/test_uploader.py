@@ -149,7 +149,7 @@ def test_an_unseen_checkpoint_of_stock_torch_is_not_overwritten(tmp_path: Path, 
 
 @pytest.mark.parametrize("point", ["upload.shard-arrived", "upload.manifest-put", "upload.marked"])
 def test_a_save_removed_during_its_upload_leaves_nothing_in_the_bucket(tmp_path: Path, point: str) -> None:
-    """A save is removed on the node at a point of its upload: the upload removes what it has already sent."""
+    """A save is removed on the node during its upload: the upload removes its files from the bucket."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, _ = uploading(tmp_path / "node", url)
     shards = {shard(0): (0,), shard(1): (0,)}

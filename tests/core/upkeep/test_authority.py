@@ -1,4 +1,4 @@
-"""A node's authority: its own part of a plan, what it does for other nodes, and whose policy removes files."""
+"""A node's authority: its own part of a plan, its actions for other nodes, and the policies that it follows."""
 
 from dataclasses import replace
 

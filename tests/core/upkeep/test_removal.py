@@ -16,7 +16,9 @@ def save(number: int, *, lineage: str = "a", scope: str = "run/", whole: bool = 
 
 
 def test_the_last_complete_checkpoint_of_a_run_is_the_last_good_one() -> None:
-    """If a complete checkpoint stays, nothing is refused. Otherwise every chosen one that may be complete is."""
+    """If a complete checkpoint stays, nothing is refused. Otherwise every chosen checkpoint that may be complete is
+    refused.
+    """
     saves = [save(1), save(2), save(3, whole=False)]
     assert find_last_good(saves, {"a1"}) == ()
     assert find_last_good(saves, {"a1", "a2"}) == ("run/step-1", "run/step-2")
@@ -24,7 +26,7 @@ def test_the_last_complete_checkpoint_of_a_run_is_the_last_good_one() -> None:
 
 
 def test_another_runs_checkpoint_does_not_count() -> None:
-    """A checkpoint of another lineage or directory does not count as one that stays."""
+    """A remaining checkpoint of another lineage or directory does not count for this run."""
     assert find_last_good([save(1), save(2, lineage="b")], {"a1"}) == ("run/step-1",)
     assert find_last_good([save(1), save(2, scope="")], {"a1"}) == ("run/step-1",)
 
@@ -36,7 +38,7 @@ def test_a_lost_checkpoint_may_be_removed_and_a_silent_one_may_be_good() -> None
 
 
 def test_prune_goes_by_the_rule_of_retention_in_each_run() -> None:
-    """In each run the newest complete ones stay, those that are not older, and multiples of `keep_every`."""
+    """In each run the newest complete checkpoints stay, with all newer ones and the multiples of `keep_every`."""
     saves = [save(number) for number in (1, 2, 3, 4)] + [save(5, whole=False), save(1, lineage="b")]
     going = {verdict.save_id for verdict in plan_prune(saves, Retention(keep_last=2)) if not verdict.is_kept}
     assert going == {"a1", "a2"}

@@ -131,9 +131,7 @@ def test_domains_come_before_balance() -> None:
 
 
 def test_without_domains_a_new_copy_goes_to_another_host() -> None:
-    """Without domains, a new copy goes to a node with another boot id in the newest save, not to another container of
-    the same host.
-    """
+    """Without domains, a new copy goes to a node with another boot id, not to another container of the same host."""
     plain = manifest(1, {shard(0): ("a", "b")}, domains=dict.fromkeys("abcd", ""))
     boots = {"a": "boot-1", "b": "boot-2", "c": "boot-1", "d": "boot-2"}
     hosts = replace(plain, nodes=tuple(replace(node, boot_id=boots[node.node_id]) for node in plain.nodes))

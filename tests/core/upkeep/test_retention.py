@@ -71,7 +71,7 @@ def test_the_best_stays() -> None:
 
 
 def test_multiples_of_a_period_of_steps_stay() -> None:
-    """`keep_period` goes by the number at the end of the id. Of a step saved twice, the newest complete version stays."""
+    """`keep_period` uses the number at the end of the id. Of a step saved twice, the newest complete version stays."""
     ids = ["run/step-0500", "run/step-1000", "run/step-1000", "run/step-1000", "run/best", "run/step-1500", "run/2000"]
     saves = [candidate(number, of=name, whole=number != 4) for number, name in enumerate([*ids, "run/step-2001"], 1)]
     last_one = Retention(keep_last=1)
@@ -132,8 +132,8 @@ def test_older_checkpoints_keep_their_weights_alone() -> None:
 
 
 def test_what_keeps_its_optimizer() -> None:
-    """A checkpoint keeps its optimizer if too few are full, or it is incomplete, held back or already slim, or is the
-    newest with all copies.
+    """A checkpoint keeps its optimizer if it is incomplete, held back, already slim or the newest with all copies, or
+    if too few are full.
     """
     policy = Retention(keep_last=9, full_last=2)
     assert slimmed_by([with_optimizer(1), with_optimizer(2)], policy) == set()
@@ -343,7 +343,9 @@ def test_each_node_drops_its_part_of_an_optimizer() -> None:
 
 
 def test_without_a_policy_nothing_is_removed() -> None:
-    """Nothing is removed without a policy, with one that keeps everything, or with one of another directory or tier."""
+    """Without a policy nothing is removed, nor with a policy that keeps everything, or a policy of another directory or
+    tier.
+    """
     elsewhere = Policy("", "s3://bucket/x", 1, LAST_TWO)
     for policies in ([], [policy(None)], [policy(LAST_TWO, scope="run-2")], [elsewhere]):
         plan = plan_retention(by_save(FOUR), [view("a", FOUR)], policies)
@@ -363,8 +365,8 @@ def test_runs_in_directories_do_not_count_together() -> None:
 
 
 def test_while_a_node_is_silent_only_unneeded_checkpoints_are_removed() -> None:
-    """While a node is silent, checkpoints are removed only if the newest two have all copies without it, and parts only
-    if that node cannot complete them.
+    """While a node is silent, a checkpoint is removed only if the newest two have all copies without that node. A part
+    is kept if that node may have the rest.
     """
     silent = NodeView("c", ASSUMED, None)
 

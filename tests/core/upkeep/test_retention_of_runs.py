@@ -42,8 +42,8 @@ def test_another_runs_checkpoints_are_neither_counted_nor_removed() -> None:
 
 
 def overwritten(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[Manifest, list[Manifest], NodeView]:
-    """A view of a node with two newer saves of this run, and one that replaced another run's save. `ours` and `theirs`:
-    whether each is complete.
+    """A view of a node with three saves of this run, the oldest of which replaced another run's save. `ours` and
+    `theirs`: whether each of these two is complete.
     """
     (old,) = of_run(OTHER, 9)
     over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id)

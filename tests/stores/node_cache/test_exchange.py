@@ -224,7 +224,7 @@ def test_a_rank_on_a_full_disk_shares_nothing(full_disk: Path, stopwatch: Stopwa
 
 
 def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """A rank that cannot open the other's cache does not wait for it, and marks its pieces as passed, so that the other
+    """A rank that cannot open the other's cache does not wait for it. It marks all pieces as passed, so that the other
     does not wait either.
     """
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
