@@ -1,4 +1,4 @@
-"""Chunks: cut into runs that lie in one piece, whatever the shape."""
+"""Chunks are cut into runs of adjoining elements, for any shape."""
 
 import math
 
@@ -12,7 +12,7 @@ SIZES = st.lists(st.integers(1, 5), max_size=4)
 
 @st.composite
 def chunks_within(draw: st.DrawFn) -> tuple[Chunk, Chunk]:
-    """A chunk somewhere, and one inside it."""
+    """A chunk, and one inside it."""
     sizes = draw(SIZES)
     outer = Chunk(tuple(draw(st.integers(0, 9)) for _ in sizes), tuple(sizes))
     starts = [draw(st.integers(0, size - 1)) for size in sizes]
@@ -22,7 +22,7 @@ def chunks_within(draw: st.DrawFn) -> tuple[Chunk, Chunk]:
 
 
 def positions(chunk: Chunk, outer: Chunk) -> list[int]:
-    """Of each element among those of `outer` row by row, the slow way."""
+    """The position of each element among those of `outer` in row order, computed naively."""
     found = [0]
     strides = [math.prod(outer.sizes[axis + 1 :]) for axis in range(len(outer.sizes))]
     for offset, start, size, stride in zip(chunk.offsets, outer.offsets, chunk.sizes, strides, strict=True):
@@ -32,7 +32,9 @@ def positions(chunk: Chunk, outer: Chunk) -> list[int]:
 
 @given(chunks_within(), st.integers(1, 12))
 def test_runs_are_the_chunk_in_order_and_each_in_one_piece(chunks: tuple[Chunk, Chunk], elements_max: int) -> None:
-    """Each element once, row by row; a run is adjoining elements of the outer chunk, and not larger than allowed."""
+    """Runs cover each element once, in row order. Each run is contiguous in the outer chunk, and at most `elements_max`
+    long.
+    """
     outer, inner = chunks
     seen: list[int] = []
     for run in inner.runs(outer, elements_max):
@@ -44,8 +46,8 @@ def test_runs_are_the_chunk_in_order_and_each_in_one_piece(chunks: tuple[Chunk, 
 
 
 @given(chunks_within(), chunks_within())
-def test_what_is_common_is_what_lies_in_both(first: tuple[Chunk, Chunk], second: tuple[Chunk, Chunk]) -> None:
-    """Element by element; None stands for nothing."""
+def test_the_common_chunk_has_the_shared_elements(first: tuple[Chunk, Chunk], second: tuple[Chunk, Chunk]) -> None:
+    """The common chunk has exactly the shared elements. None stands for no common element."""
     a, b = first[1], second[1]
     if len(a.sizes) != len(b.sizes):
         return
@@ -55,7 +57,7 @@ def test_what_is_common_is_what_lies_in_both(first: tuple[Chunk, Chunk], second:
     assert (set() if common is None else set(positions(common, wide))) == both
 
 
-def test_nothing_has_no_runs() -> None:
-    """A tensor without elements is not read at all; a single number is one run."""
+def test_an_empty_tensor_has_no_runs() -> None:
+    """A tensor without elements has no runs, and a scalar has one."""
     assert list(Chunk.whole((3, 0)).runs(Chunk.whole((3, 0)), 4)) == []
     assert list(Chunk.whole(()).runs(Chunk.whole(()), 4)) == [Chunk.whole(())]

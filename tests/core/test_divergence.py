@@ -1,4 +1,4 @@
-"""Reports of replicas are compared, and what differs is named; without processes."""
+"""Divergence of replicas: comparing reports and naming differences, without processes."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ ONE = Divergence("layer.weight", (8, 0), 0, False, 1, ((1, 2), (0,), (3,)))
 
 
 def test_units_with_several_values_are_found_with_the_ranks_of_each() -> None:
-    """Whatever else a rank has: a unit that only one has is compared with nothing."""
+    """Units with different values are returned with the ranks of each value. A unit of a single rank is not compared."""
     reports = {0: pack_units({1: 5, 2: 6}), 1: pack_units({2: 6, 1: 5}), 2: pack_units({2: 7, 9: 1}), 3: b""}
     assert reports[0] == reports[1]
     assert find_differing(reports) == {2: ((0, 1), (2,))}
@@ -30,13 +30,13 @@ def test_units_with_several_values_are_found_with_the_ranks_of_each() -> None:
 
 
 def test_a_report_of_another_length_is_refused() -> None:
-    """It would be read at wrong places."""
+    """A report of an invalid length is refused."""
     with pytest.raises(ValueError, match="has 13 bytes"):
         find_differing({0: pack_units({1: 5}) + b"x"})
 
 
 def test_a_finding_names_place_and_ranks() -> None:
-    """The rank whose bytes are saved first, then who agrees with it, then the others."""
+    """A finding names the rank whose bytes are saved, those that agree with it, and the others."""
     said = ONE.describe({0: "a", 1: "a", 2: "b", 3: "b"})
     assert said == (
         "layer.weight at (8, 0): saved from rank 1 on a; the same bytes on rank 2 on b; "
@@ -46,13 +46,13 @@ def test_a_finding_names_place_and_ranks() -> None:
 
 
 def test_allowed_names_are_patterns() -> None:
-    """As fnmatch has them, of the whole name."""
+    """Allowed names are fnmatch patterns of the whole name."""
     assert without_allowed([ONE], ["layer"]) == [ONE]
     assert without_allowed([ONE], ["other", "layer.*"]) == []
 
 
 def test_the_manifest_keeps_findings() -> None:
-    """A few of them; a forged one is refused as any other field."""
+    """The manifest has at most `DIVERGENCES_MAX` findings, and an invalid one is refused."""
     kept = replace(manifest(), divergences=(ONE,))
     assert decode_manifest(kept.encode(), "here") == kept
     many = replace(manifest(), divergences=(ONE,) * 100)

@@ -1,4 +1,4 @@
-"""The error catalogue: every class is raised in a test, and its text reads like a sentence with a next step."""
+"""The error catalogue: a test raises every class, and every message has a next step."""
 
 import ast
 import pickle
@@ -34,14 +34,14 @@ CLASSES = sorted(
 )
 _EXPECTING = {"raises", "warns", "isinstance"}
 PACKAGE = TESTS.parent / "replicated_ckpt"
-MET_AS_ITS_BASE = {"TokenInvalid", "AlreadyServed"}
-"""One over HTTP, as status 401, for which the client raises StoreDenied; the other as an agent's exit code."""
-OF_ONE_COPY = ("dcp/convert", "stores/output")
-_DEFAULT_UNTIL = {"ObjectCorrupt": 4, "ObjectMissing": 4, "StoreError": 4}  # so many arguments are no hint
+TRANSLATED = {"TokenInvalid", "AlreadyServed"}
+"""TokenInvalid becomes HTTP status 401, for which clients raise StoreDenied; AlreadyServed becomes an exit code."""
+CONVERSIONS = ("dcp/convert", "stores/output")
+_DEFAULT_UNTIL = {"ObjectCorrupt": 4, "ObjectMissing": 4, "StoreError": 4}  # a hint is a later argument than these
 
 
 def expected_in(text: str) -> set[str]:
-    """The classes that a test module expects: in `raises`, `warns` or `isinstance`, by name or as a text of a failure."""
+    """The classes that a test module expects: in `raises`, `warns` or `isinstance`, or as text in a comparison."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _EXPECTING:
@@ -58,12 +58,12 @@ def expected_in_tests() -> set[str]:
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_class_is_raised_in_a_test(kind: type) -> None:
-    """No error is without a test that meets it."""
+    """Some test expects each error class."""
     assert kind.__name__ in expected_in_tests()
 
 
-def kinds_of_rooms() -> set[str]:
-    """Our classes of errors that stand in a room of their own."""
+def classes_outside_errors() -> set[str]:
+    """The package's error classes that are defined outside errors.py."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py") if path.name != "errors.py"]
     bases_by_name = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
@@ -75,18 +75,18 @@ def kinds_of_rooms() -> set[str]:
     return {name for name, bases in bases_by_name.items() if bases & ours}
 
 
-def test_each_class_of_a_room_is_raised_in_a_test() -> None:
-    """A class that stands where it is raised is in the catalogue, too."""
-    found = kinds_of_rooms()
+def test_each_class_outside_errors_is_raised_in_a_test() -> None:
+    """Some test expects each error class defined outside errors.py."""
+    found = classes_outside_errors()
     assert found
-    assert found - MET_AS_ITS_BASE - expected_in_tests() == set()
+    assert found - TRANSLATED - expected_in_tests() == set()
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for room in OF_ONE_COPY for path in (PACKAGE / room).rglob("*.py")), ids=str
+    "path", sorted(path for room in CONVERSIONS for path in (PACKAGE / room).rglob("*.py")), ids=str
 )
-def test_no_hint_speaks_of_other_copies_where_there_are_none(path: Path) -> None:
-    """What is converted and what is written by a conversion lies in one place: the default hints do not fit there."""
+def test_conversions_use_no_hint_about_other_copies(path: Path) -> None:
+    """Conversions read and write a single copy: their errors do not use default hints about other copies."""
     calls = [
         node.exc
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -97,14 +97,14 @@ def test_no_hint_speaks_of_other_copies_where_there_are_none(path: Path) -> None
 
 
 def test_a_class_that_no_test_expects_is_found() -> None:
-    """The test above can fail: a name that is only imported does not count."""
+    """The check can fail: importing a name does not count as expecting it."""
     assert "StoreFull" not in expected_in("from replicated_ckpt.errors import StoreFull\nstore = StoreFull\n")
     assert "StoreFull" in expected_in("with pytest.raises(StoreFull):\n    f()\n")
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_class_has_a_next_step_and_a_contract(kind: type) -> None:
-    """A hint is a sentence, and a docstring says what holds after the error."""
+    """Each class has a docstring and a default hint that are sentences."""
     assert (kind.__doc__ or "").strip().endswith((".", "`."))
     if issubclass(kind, ReplicatedCkptError):
         assert re.match(r"[A-Z].*\.$", kind.default_hint, flags=re.DOTALL)
@@ -120,21 +120,20 @@ def test_each_class_has_a_next_step_and_a_contract(kind: type) -> None:
         (3, "byte", "3 bytes"),
     ],
 )
-def test_counts_are_said_with_their_plural(count: int, noun: str, text: str) -> None:
-    """One node, two nodes."""
+def test_counts_have_their_plural(count: int, noun: str, text: str) -> None:
     assert plural(count, noun) == text
 
 
 def test_a_loss_counts_its_shards() -> None:
-    """One shard is no "1 shards"."""
+    """The message has the number of shards, with the right plural."""
     assert "no intact copy of 1 shard is left" in str(ShardLost("step-1", {"a": "node x"}, ["x"]))
     assert "no intact copy of 2 shards is left" in str(ShardLost("step-1", {"a": "node x", "b": "node x"}, ["x"]))
 
 
-def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
-    """A node that gave no answer is named; where all answered, no node that was asked is to be brought back.
+def test_the_hint_after_a_loss_is_about_nodes_that_did_not_answer() -> None:
+    """The hint of ShardLost names nodes that did not answer, or no node if all answered.
 
-    Files that this user may not read are not lost.
+    For unreadable files the hint is about permissions or limits, not about loss.
     """
     asked = "node a at /nvme (own store)"
     denied = ShardLost(
@@ -150,20 +149,22 @@ def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
 
 
 def test_a_loss_of_latest_does_not_advise_latest() -> None:
-    """The newest whole one was asked for already; that holds across processes, too."""
+    """The hint after a load of `latest` does not suggest `latest`, also after pickling."""
     lost = ShardLost("step-1", {"s": "node a"}, [], is_latest=True)
     assert "latest" not in pickle.loads(pickle.dumps(lost)).hint
     assert '"latest" takes' in ShardLost("step-1", {"s": "node a"}, []).hint
 
 
 def test_a_store_error_ends_with_one_full_stop() -> None:
-    """Also where the detail is a sentence."""
+    """A detail that is a sentence adds no second full stop."""
     assert StoreFull("/nvme", "write", "x", "OSError: No space left.").message.endswith("No space left.")
     assert StoreFull("/nvme", "write", "x", "OSError: No space left.").message[-2] != "."
 
 
-def test_a_store_error_leaves_its_class_to_the_traceback() -> None:
-    """`StoreFull: StoreFull: ...` is said nowhere; the class stands where the raiser knows no more, and a place once."""
+def test_a_store_error_does_not_repeat_its_class() -> None:
+    """The message does not repeat the class that the traceback shows. Without a detail, it has the class. A place that
+    is also the key appears once.
+    """
     full = StoreFull("/nvme", "write", "x", "No space left")
     relayed = StoreFull("node-b", "POST", "/v1/saves", full.message)
     assert relayed.message == "POST '/v1/saves' at node-b: write 'x' at /nvme: No space left."
@@ -171,8 +172,8 @@ def test_a_store_error_leaves_its_class_to_the_traceback() -> None:
     assert StoreDenied("/nvme", "look at", "/nvme", "no").message == "look at /nvme: no."
 
 
-def test_what_was_not_found_names_what_was_not_reached() -> None:
-    """The next step is to bring back the nodes that did not answer, not to check the id."""
+def test_a_missing_checkpoint_names_unreached_nodes() -> None:
+    """If nodes did not answer, the hint is to bring them back, not to check the id."""
     error = CheckpointNotFound("No checkpoint 'x' was found.", unreached=["node b at 10.0.0.2:1"])
     assert "Bring them back" in error.hint
     assert "node b at 10.0.0.2:1" in error.hint
@@ -180,15 +181,15 @@ def test_what_was_not_found_names_what_was_not_reached() -> None:
 
 
 def test_an_upload_keeps_the_hint_of_its_last_try() -> None:
-    """What went wrong at the bucket has a next step of its own, and it is the last thing that is read."""
+    """UploadFailed ends with the hint of the bucket's error, and has no other."""
     cause = StoreUnavailable("s3://b", "write", "k", "timed out", "Open port 9000.")
     error = UploadFailed("step-1", "s3://b", str(cause))
     assert error.hint == "Open port 9000."
     assert str(error).count("Hint:") == 1
 
 
-def test_no_name_in_an_error_steers_a_terminal() -> None:
-    """Names come from checkpoints and peers: an error quotes them on its own line, also behind a process boundary."""
+def test_no_name_in_an_error_controls_a_terminal() -> None:
+    """Control characters in names from checkpoints and peers are escaped, also after pickling."""
     evil = "m\x1b]0;owned\x07\x1b[2J\nFAKE: all is well\n\udcff"
     for error in (
         ReplicatedCkptError(evil, evil),
@@ -203,7 +204,7 @@ def test_no_name_in_an_error_steers_a_terminal() -> None:
 
 
 def test_no_name_in_a_hint_is_code() -> None:
-    """A user copies the line that allows a class: it holds names alone, whatever an object calls its module."""
+    """A hint with a line to copy has only valid names of modules and classes."""
     line = "`import pathlib; torch.serialization.add_safe_globals([pathlib.PosixPath])`"
     assert line in ObjectUnsafe("x", "shard", [("pathlib", "PosixPath")]).hint
     evil = ObjectUnsafe("x", "shard", [("os; os.system('evil')", "y")])

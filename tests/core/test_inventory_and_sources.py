@@ -1,4 +1,4 @@
-"""Inventory and sources: what is there, what is newest, and who serves it."""
+"""Inventory and sources: which saves exist, which is newest, and which nodes serve them."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ def holding(node: str, checkpoint_id: str, sequence: int, *, save: str = "0", **
     )
 
 
-def test_newest_goes_by_sequence_and_groups_by_save() -> None:
-    """Two saves of one id are two things, and no clock is asked which is newer."""
+def test_saves_are_sorted_by_sequence_and_grouped_by_save_id() -> None:
+    """Saves are sorted by sequence, and holdings are grouped by save, not by id."""
     saves = saves_found(
         [
             holding("a", "x", 1, save="1", r0=5),
@@ -27,14 +27,14 @@ def test_newest_goes_by_sequence_and_groups_by_save() -> None:
 
 
 def test_a_copy_of_another_size_is_no_copy() -> None:
-    """A truncated file does not count as a holder."""
+    """A truncated file does not count as a copy."""
     (save,) = saves_found([holding("a", "x", 1, r0=5), holding("b", "x", 1, r0=4)])
     assert save.holders_of("__0_0.distcp", 5) == ("a",)
     assert save.list_missing({"__0_0.distcp": 5, "__1_0.distcp": 5}) == ("__1_0.distcp",)
 
 
 def test_ranks_everywhere_read_the_metadata_of_a_save() -> None:
-    """What lies behind an agent that hangs alone is for that node's own ranks."""
+    """Metadata behind a hanging agent is available only to that node's own ranks."""
     (save,) = saves_found([holding("a", "x", 1), replace(holding("b", "x", 1), has_metadata=False)])
     assert save.is_described_to({"a", "b"}, hung=())
     assert save.is_described_to({"a", "b"}, hung={"b"})
@@ -46,7 +46,7 @@ def test_ranks_everywhere_read_the_metadata_of_a_save() -> None:
     "change", [{"save_id": "x"}, {"checkpoint_id": "../x"}, {"sizes": {"../x": 1}}, {"sizes": {"__0_0.distcp": -1}}]
 )
 def test_a_holding_from_a_peer_is_validated(change: dict[str, object]) -> None:
-    """What a peer says is not believed before it was checked."""
+    """A peer's holding with invalid fields is refused."""
     good = holding("a", "x", 1, r0=5)
     assert Holding.from_json(good.to_json()) == good
     with pytest.raises(ValueError, match="valid holding"):
@@ -54,14 +54,14 @@ def test_a_holding_from_a_peer_is_validated(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("created", [-1e300, -1, float("nan"), float("inf")])
-def test_a_time_that_no_clock_shows_is_refused(created: float) -> None:
-    """A peer's time stamp is shown and compared later: one before 1970, or none at all, is an error where it is read."""
+def test_an_invalid_time_stamp_is_refused(created: float) -> None:
+    """A peer's time stamp before 1970, or not finite, is refused."""
     with pytest.raises(ValueError, match="time stamp"):
         Holding.from_json({**holding("a", "x", 1, r0=5).to_json(), "created_unix_s": created})
 
 
 def test_the_own_store_comes_first_and_peers_share_the_rest() -> None:
-    """Nothing that is here crosses the network; what is not is spread over the peers by bytes."""
+    """Shards in the own store are read there. Others are spread over the peers by bytes."""
     sizes = {"__0_0.distcp": 10, "__1_0.distcp": 10, "__2_0.distcp": 10}
     holders = {"__0_0.distcp": ["b", "me"], "__1_0.distcp": ["b", "c"], "__2_0.distcp": ["b", "c"]}
     orders = source_orders(sizes, holders, "me", "rank 0")
@@ -70,5 +70,5 @@ def test_the_own_store_comes_first_and_peers_share_the_rest() -> None:
 
 
 def test_a_shard_without_holders_has_no_source() -> None:
-    """Lost is an empty order, not an error here."""
+    """A shard without holders gets an empty order, not an error."""
     assert source_orders({"__0_0.distcp": 1}, {}, "me", "k") == {"__0_0.distcp": ()}

@@ -1,4 +1,4 @@
-"""Names of entries: which are taken, what they are called then, and where they lie in the nested state dict."""
+"""Rules for names of entries: selection, renaming, and their place in the nested state dict."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step", ""]
     ],
 )
 def test_rules_choose_and_rename(rules: KeyRules, wanted: dict[str, str]) -> None:
-    """Globs first, then the prefix, then each expression in turn."""
+    """Globs apply first, then the prefix, then each expression in order."""
     assert rules.new_names(KEYS) == wanted
 
 
@@ -48,14 +48,14 @@ def test_rules_choose_and_rename(rules: KeyRules, wanted: dict[str, str]) -> Non
         (KeyRules(include=["step"], strip_prefix="step"), "no name left"),
     ],
 )
-def test_a_rule_that_cannot_be_meant_is_refused(rules: KeyRules, said: str) -> None:
-    """A misprint shows at once, not in a file that lacks half of the model."""
+def test_a_rule_without_effect_is_refused(rules: KeyRules, said: str) -> None:
+    """A rule that matches no key, is invalid, or leaves no name is refused, as after a typo."""
     with pytest.raises(ConfigInvalid, match=said):
         rules.new_names(KEYS)
 
 
-def test_names_that_collide_are_resolved_as_the_hint_says() -> None:
-    """Where a stripped prefix makes two names equal, a renaming comes too late: the hint is to exclude one."""
+def test_the_hint_resolves_colliding_names() -> None:
+    """If a stripped prefix makes two names equal, renaming cannot help. The hint is to exclude one, which works."""
     keys, rules = ["model.w", "w"], KeyRules(strip_prefix="model.")
     with pytest.raises(ConfigInvalid, match=r"Both 'model\.w' and 'w' would become 'w'") as refused:
         rules.new_names(keys)
@@ -80,12 +80,12 @@ def test_names_that_collide_are_resolved_as_the_hint_says() -> None:
     ],
 )
 def test_levels_that_keep_their_names_stay(path: Path, name: str, wanted: Path) -> None:
-    """Only what was renamed becomes a level of its own."""
+    """Only the renamed part of a path becomes a new level."""
     assert rename_path(path, name) == wanted
 
 
 def test_nesting_is_rebuilt() -> None:
-    """Dictionaries by texts, lists by numbers; a value inside another one is refused."""
+    """String keys become dictionaries and numbers lists. A value inside another value is refused."""
     assert nest({("a", "b"): 1, ("c", 1): 2, ("c", 0, "d"): 3}) == {"a": {"b": 1}, "c": [{"d": 3}, 2]}
     conflicts: list[list[Path]] = [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a", 0), ("a", "b")]]
     for paths in conflicts:

@@ -1,4 +1,4 @@
-"""Names: what users and peers may name, and what they may not."""
+"""Names: which ids and file names from users and peers are valid."""
 
 import pytest
 from hypothesis import given
@@ -54,8 +54,8 @@ def test_plain_names_are_ids(text: str) -> None:
     + ["/".join("abcdefghi")]
     + [f"a{character}b" for character in '*?[]{}<>|"`\\^%$'],
 )
-def test_names_that_hide_or_climb_are_refused(text: str) -> None:
-    """No id is hidden, leads upwards, or is a word of ours."""
+def test_invalid_names_are_refused(text: str) -> None:
+    """Hidden, reserved and over-long names, `..` and special characters are refused."""
     assert not is_checkpoint_id(text)
     with pytest.raises(ConfigInvalid):
         checkpoint_id_under("/nvme/ckpt", text)
@@ -79,22 +79,22 @@ def test_names_that_hide_or_climb_are_refused(text: str) -> None:
         ("a.distcp", "'a.distcp' ends like a shard name"),
     ],
 )
-def test_a_refused_name_is_told_why(text: str, why: str) -> None:
-    """The message has the reason for this name; the hint has all the rules."""
+def test_the_error_has_the_reason_for_a_refused_name(text: str, why: str) -> None:
+    """The message has the reason for this name."""
     with pytest.raises(ConfigInvalid) as raised:
         checkpoint_id_under("/nvme/ckpt", text)
     assert raised.value.message.endswith(f": {why}.")
 
 
 @pytest.mark.parametrize("text", ["./run/step-1", "run//step-1", "run/./step-1/", ".//run///step-1"])
-def test_a_name_is_read_as_a_path_is(text: str) -> None:
-    """Empty parts and `.` change nothing, as in any path; peers and disks still hold the plain name alone."""
+def test_a_name_is_normalized_like_a_path(text: str) -> None:
+    """In a user's argument, empty parts and `.` are dropped. Peers and disks have only the normalized name."""
     assert checkpoint_id_under("/nvme/ckpt", text) == "run/step-1"
     assert not is_checkpoint_id(text)
 
 
 def test_an_absolute_path_inside_the_root_means_the_name_under_it() -> None:
-    """Programs that pass whole paths work, as long as the path is in the root."""
+    """An absolute path inside the root is accepted as the id below it. Other paths are refused."""
     assert checkpoint_id_under("/nvme/ckpt", "/nvme/ckpt/run/step-1") == "run/step-1"
     assert checkpoint_id_under("/nvme/ckpt/", "/nvme/ckpt/step-1/") == "step-1"
     for outside in ("/nvme", "/nvme/ckpt", "/nvme/ckpt2/step-1", "/nvme/ckpt/../x"):
@@ -104,7 +104,7 @@ def test_an_absolute_path_inside_the_root_means_the_name_under_it() -> None:
 
 @given(st.text(max_size=30))
 def test_every_id_stays_under_the_root(text: str) -> None:
-    """Whatever is accepted names something below the root, and no hidden part of it."""
+    """Every accepted text names a path below the root without hidden parts."""
     try:
         checkpoint_id = checkpoint_id_under("/root/store", text)
     except ConfigInvalid:
@@ -113,7 +113,7 @@ def test_every_id_stays_under_the_root(text: str) -> None:
 
 
 def test_shard_names_are_those_of_dcp() -> None:
-    """A shard's name carries rank and index and nothing else."""
+    """A shard's name consists of rank and index."""
     assert str(ShardName(3, 0)) == "__3_0.distcp"
     assert ShardName.parse("__12_3.distcp") == ShardName(12, 3)
     for text in ("__01_0.distcp", "__1_0.distcp.part", "_1_0.distcp", "__1_0.distcp/..", "__-1_0.distcp"):

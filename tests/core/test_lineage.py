@@ -1,4 +1,4 @@
-"""Lineages: which run a save continues, and the order of saves where two runs meet."""
+"""Lineages: which run a save continues, and the order of saves of several runs."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def holding(node: str, checkpoint_id: str, sequence: int, lineage: str, created:
 
 
 def test_the_run_that_was_saved_last_comes_first_whatever_its_sequences() -> None:
-    """A foreign store with larger sequences and an older clock does not come before this run's checkpoints."""
+    """The run with the latest clock comes first, although another run has higher sequences."""
     main = [holding("n0", f"step-{n}", n, MAIN, 1000.0 + n) for n in (1, 2, 3)]
     foreign = [holding("n2", f"old-{n}", 10 + n, OTHER, 10.0 + n) for n in (1, 2)]
     saves = saves_found([*foreign, *main])
@@ -34,15 +34,17 @@ def test_the_run_that_was_saved_last_comes_first_whatever_its_sequences() -> Non
     ]
 
 
-def test_within_a_run_no_clock_decides_but_between_equal_sequences() -> None:
-    """A coordinator whose clock is late still saves newer checkpoints."""
+def test_within_a_run_the_clock_decides_only_between_equal_sequences() -> None:
+    """Within a run, sequences decide. The clock decides only between equal ones."""
     saves = saves_found([holding("n0", "step-1", 1, MAIN, 5000.0), holding("n0", "step-2", 2, MAIN, 10.0)])
     assert [save.checkpoint_id for save in saves] == ["step-2", "step-1"]
     assert not Version(MAIN, 9, 9.0, "x").is_newer_than(Version(OTHER, 1, 1.0, "y"))
 
 
 def test_a_save_continues_the_lineage_that_was_saved_last() -> None:
-    """Of those that a node holds; one that was only heard of gives sequences, and no name."""
+    """A save continues the newest lineage that a node holds. A lineage known only by report raises the sequence, but is
+    not continued.
+    """
     held = histories_of([Version(MAIN, 3, 100.0, "x"), Version(MAIN, 2, 300.0, "y"), Version(OTHER, 9, 200.0, "z")])
     assert held == {MAIN: History(3, 300.0), OTHER: History(9, 200.0)}
     told = merge_histories([held, {MAIN: History(7)}, {"c" * 16: History(50)}])
@@ -64,7 +66,7 @@ def test_a_save_continues_the_lineage_that_was_saved_last() -> None:
         [1],
     ],
 )
-def test_what_a_node_tells_of_lineages_is_validated(fields: object) -> None:
-    """Nonsense from a peer is an error of its type, never a sequence."""
+def test_lineages_from_a_peer_are_validated(fields: object) -> None:
+    """A peer's invalid lineages raise, and give no sequence."""
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         histories_from_json(fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint, by the names of entries and files; and the manifest of one whose optimizer was dropped."""
+"""The parts of a checkpoint by names of entries and files, and the manifest without its optimizer."""
 
 from dataclasses import replace
 
@@ -38,14 +38,14 @@ def test_each_entry_has_a_part(fqn: str, part: Part) -> None:
     assert part_of_entry(fqn) is part
 
 
-def test_the_name_of_a_file_tells_its_part() -> None:
+def test_the_number_in_a_shards_name_gives_its_part() -> None:
     parts = [part_of_shard(f"__4_{number}.distcp") for number in range(8)]
     assert parts == [Part.WEIGHTS, Part.OPTIMIZER, Part.REST, Part.UNCHANGED] * 2
     with pytest.raises(ValueError, match="not the name of a shard"):
         part_of_shard(".metadata")
 
 
-def test_the_prefixes_of_what_goes_are_those_of_nothing_that_stays() -> None:
+def test_prefixes_of_dropped_entries() -> None:
     kept = ["app.model.weight", "step"]
     assert prefixes_of(["optim.a.b", "optim.c", "app.optim.a"], kept) == ("app.optim", "optim")
     assert prefixes_of(["app"], kept) == ("app",)

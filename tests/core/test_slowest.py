@@ -1,4 +1,4 @@
-"""The slow rank or node in the reports of a save or load: it is named whenever there is one, and no other."""
+"""`find_slowest` names the slow rank or node in the reports of a save or load, and none if all are alike."""
 
 from dataclasses import replace
 from random import Random
@@ -12,7 +12,7 @@ RUNS = 100
 
 
 class Job:
-    """Ranks on nodes that each send their copies to the next node, with the times of a save of some gigabytes."""
+    """Reports of ranks whose nodes each send copies to the next node, with times of a save of some gigabytes."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self.random, self.kind = Random(seed), kind
@@ -30,7 +30,7 @@ class Job:
         return seconds * self.random.uniform(0.85, 1.15)
 
     def run(self, where: str = "", phase: str = "", factor: float = 3.0) -> list[RankReport]:
-        """The reports, if `phase` takes `factor` times as long on the rank or node `where`."""
+        """The reports if `phase` takes `factor` times as long on the rank or node `where`."""
 
         def spend(rank: int, name: str, usual_s: float) -> float:
             at = {f"rank {rank}", self.node(rank)}
@@ -46,7 +46,9 @@ class Job:
         if self.kind == "load":
             read, far = spend(rank, "read", 1.5), 0.0
             spans: tuple[Span, ...] = ()
-            if where == "node-0" and phase == "serve" and self.node(rank) == "node-1":  # a replaced node
+            if (
+                where == "node-0" and phase == "serve" and self.node(rank) == "node-1"
+            ):  # a new node that loads from node-0
                 far = self.noisy(1.5) * factor
                 read += far
             by_node = {self.node(rank): read - far, **({"node-0": far} if far else {})}
@@ -72,7 +74,7 @@ USUAL_S = {"serialise": 0.6, "write": 1.2, "send": 1.4, "fsync": 0.4}
 
 
 def names(found: Slowest | None, where: str, job: Job) -> bool:
-    """Whether it is the rank, or the node with its only rank, or the node that the rank waited for."""
+    """Whether `found` is the rank, the node, the only rank of the node, or the node that the rank waited for."""
     if found is None:
         return False
     if where.startswith("node"):
@@ -90,8 +92,8 @@ LOADS = [("rank", "read"), ("rank", LATE), ("node", "read"), ("node", "serve")]
 @pytest.mark.parametrize(
     ("kind", "what", "phase"), [*(("save", *case) for case in SAVES), *(("load", *case) for case in LOADS)]
 )
-def test_the_slowed_one_is_named_in_each_of_100_runs(kind: str, what: str, phase: str) -> None:
-    """A rank is slow in one phase, in all, or came late; a node's disk is slow, its network, or its agent."""
+def test_the_slow_rank_or_node_is_named_in_each_of_100_runs(kind: str, what: str, phase: str) -> None:
+    """A rank is slow in one phase or in all, or starts late; or a node's disk, network or agent is slow."""
     for seed in range(RUNS):
         job = Job(seed, kind)
         count = job.nodes if what == "node" else job.world
@@ -105,8 +107,8 @@ def test_the_slowed_one_is_named_in_each_of_100_runs(kind: str, what: str, phase
 
 
 @pytest.mark.parametrize("kind", ["save", "load"])
-def test_none_is_named_where_none_is_slow(kind: str) -> None:
-    """Times of the ranks differ by a third: that is usual. Nor is the only rank."""
+def test_none_is_named_if_none_is_slow(kind: str) -> None:
+    """Times that differ by a third are usual, and a single rank is not compared: no rank is named."""
     for seed in range(RUNS):
         job = Job(seed, kind)
         reports = job.run()
@@ -116,7 +118,7 @@ def test_none_is_named_where_none_is_slow(kind: str) -> None:
 
 
 def test_the_line_names_the_rank_the_phase_and_the_others() -> None:
-    """With the node's name for people; and the rank that waited for a node."""
+    """The line has the host's name, and for a slow node the rank that waited."""
     job = Job(1, "save")
     found = find_slowest(job.run("rank 1", "write"))
     assert found is not None

@@ -1,4 +1,4 @@
-"""The trace of a save and a load: what Perfetto draws, and where."""
+"""The trace of saves and loads for Perfetto."""
 
 import json
 from itertools import combinations
@@ -11,7 +11,9 @@ NAMES = {"a": "host-a", "b": "host-b"}
 
 
 def saved(rank: int, node: str, plan_s: float, ended_unix_s: float) -> RankReport:
-    """Two shards, of which the second is serialised and written while the first is sent; the agent writes a third."""
+    """A rank's report: while the first shard is sent, the second is serialised and written, and the agent writes a
+    third.
+    """
     spans = (
         Span("plan", 0.0, plan_s, plan_s),
         Span("register", 0.1, 0.2, 0.1),
@@ -30,7 +32,7 @@ def saved(rank: int, node: str, plan_s: float, ended_unix_s: float) -> RankRepor
 
 
 def drawn() -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
-    """The slices, and the name of each thread with its process's."""
+    """The slices, and the name of each thread with its process."""
     load_spans = (Span("plan", 0.0, 0.5, 0.5), Span("read", 0.5, 0.9, 0.4))
     load = RankReport("load", "step-1", "1" * 32, 0, "h", 9e9, 0.9, {"plan": 0.5}, node_id="a", spans=load_spans)
     # Node b's clock is an hour ahead, and its rank came late.
@@ -46,7 +48,7 @@ def drawn() -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
 
 
 def test_a_process_is_a_node_and_a_thread_a_rank_or_the_agent() -> None:
-    """Each slice has its phase, times in microseconds, and what it was about."""
+    """Each slice has its phase, times in microseconds, and arguments."""
     slices, threads = drawn()
     assert {name for name in threads.values() if "(" not in name} == {
         "node host-a, rank 0",
@@ -65,7 +67,7 @@ def test_a_process_is_a_node_and_a_thread_a_rank_or_the_agent() -> None:
 
 
 def test_ranks_are_aligned_whatever_their_clocks_show() -> None:
-    """Planning ends at one time on all of them; the late one begins later. The load comes after the save."""
+    """Planning ends at the same time on all ranks, and a late rank begins later. The load follows the save."""
     slices, _ = drawn()
     ends = {one["ts"] + one["dur"] for one in slices if one["name"] == "plan" and one["cat"] == "save"}
     assert ends == {2_000_000}
@@ -77,7 +79,7 @@ def test_ranks_are_aligned_whatever_their_clocks_show() -> None:
 
 
 def test_slices_of_one_thread_contain_each_other_or_lie_apart() -> None:
-    """Perfetto drops a slice that begins in another one and ends after it."""
+    """Slices of one thread do not overlap partly, because Perfetto drops such slices."""
     slices, _ = drawn()
     for one, other in combinations(slices, 2):
         if (one["pid"], one["tid"]) == (other["pid"], other["tid"]):

@@ -1,4 +1,4 @@
-"""What stock torch's files on several nodes make together, judged from names, sizes and prints alone."""
+"""Stock torch's files on several nodes form a checkpoint, judged by names, sizes and fingerprints."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def holding(
 
 
 def test_files_on_several_nodes_make_one_checkpoint() -> None:
-    """Each shard is where a file covers what `.metadata` needs of it; what is missing is named, with its rank."""
+    """Each shard is held where a file is long enough for `.metadata`. Missing shards are listed with their rank."""
     (checkpoint,) = unmanaged_checkpoints([holding("a", METADATA, r0=shard(100)), holding("b", r1=shard(200))])
     save = checkpoint.save(NEEDED)
     assert (save.missing, save.copies, save.refused) == ((), 1, ())
@@ -34,7 +34,7 @@ def test_files_on_several_nodes_make_one_checkpoint() -> None:
 
 
 def test_a_shard_of_another_save_is_refused() -> None:
-    """One that is too short for what `.metadata` needs counts for nothing, and is named; the right one is used."""
+    """A file that is too short for `.metadata` does not count, and is reported. A long enough one is used."""
     nodes = [holding("a", METADATA, r0=shard(100), r1=shard(199, 9)), holding("b", r1=shard(200))]
     (checkpoint,) = unmanaged_checkpoints(nodes)
     save = checkpoint.save(NEEDED)
@@ -45,7 +45,7 @@ def test_a_shard_of_another_save_is_refused() -> None:
 
 @pytest.mark.parametrize("other", [shard(200, 2), shard(300, 1)])
 def test_two_runs_under_one_id_are_never_mixed(other: UnmanagedFile) -> None:
-    """Two files that could both be the shard, or two `.metadata`: the error says which node has which."""
+    """Two different files for one shard, or two different `.metadata`, raise with the file of each node."""
     nodes = [holding("a", METADATA, r0=shard(100), r1=shard(200)), holding("b", r1=other)]
     with pytest.raises(CheckpointAmbiguous, match=r"__1_0\.distcp") as caught:
         unmanaged_checkpoints(nodes)[0].save(NEEDED)
@@ -57,14 +57,14 @@ def test_two_runs_under_one_id_are_never_mixed(other: UnmanagedFile) -> None:
     assert unmanaged_checkpoints(equal)[0].save(NEEDED).missing == ()
 
 
-def test_shards_written_after_their_metadata_are_pointed_out() -> None:
-    """A save that was broken off may have overwritten them: more than clocks differ counts, less does not."""
+def test_shards_written_after_their_metadata_are_listed() -> None:
+    """Shards that are newer than `.metadata` by more than clocks differ are listed, as after an interrupted save."""
     nodes = [holding("a", METADATA, r0=shard(100, 1, 1059.0), r1=shard(200, 1, 1061.0))]
     assert unmanaged_checkpoints(nodes)[0].save(NEEDED).written_later == ("__1_0.distcp",)
 
 
 def test_the_newest_metadata_comes_first() -> None:
-    """By its time stamp; what has none comes last, and what has a manifest somewhere is not among them."""
+    """Checkpoints are sorted by the time of `.metadata`, those without it last. Ids with a manifest are left out."""
     nodes = [
         holding("a", UnmanagedFile(1, 1, 10.0), "old"),
         holding("a", UnmanagedFile(1, 1, 30.0), "new"),
@@ -85,7 +85,7 @@ def test_the_newest_metadata_comes_first() -> None:
     ],
 )
 def test_a_listing_is_validated(wrong: dict[str, object]) -> None:
-    """What a peer lists goes through as it was, or is refused."""
+    """A peer's listing decodes unchanged, or is refused."""
     good = holding("a", METADATA, r0=shard(100))
     assert UnmanagedHolding.from_json(good.to_json()) == good
     with pytest.raises((ValueError, KeyError, TypeError)):

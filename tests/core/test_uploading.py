@@ -1,4 +1,4 @@
-"""Who brings a shard to the bucket, one world per row."""
+"""Which node uploads a shard to the bucket."""
 
 import pytest
 
@@ -26,9 +26,10 @@ UP, SILENT, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 
 
 def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
-    """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard; or cannot upload.
+    """A view of a node with an intact, a damaged or no copy of the shard, or without a known holding (`unheard`).
 
-    "replaced": a newer save has the name there. "ordered": its user has ordered the upload.
+    `unable`: the node cannot upload. `replaced`: a newer save is published there. `ordered`: its user has ordered the
+    upload.
     """
     if what == "unheard":
         return NodeView(name, presence, None)
@@ -64,14 +65,14 @@ def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
         ("third", [node("owner", GONE), node("buddy", GONE), node("other", SILENT, "unheard")], "third"),
     ],
 )
-def test_the_first_in_line_that_has_it_uploads(own: str, others: list[NodeView], chosen: str | None) -> None:
-    """The owner, then who was meant to hold it, then anybody; one that is only silent is waited for."""
+def test_the_first_node_in_order_with_a_copy_uploads(own: str, others: list[NodeView], chosen: str | None) -> None:
+    """The owner uploads, else an intended holder, else any node with a copy. A node that is only silent is waited for."""
     assert choose_uploader(MANIFEST, SHARD, others, own) == chosen
 
 
 @pytest.mark.parametrize(("what", "chosen"), [("whole", "buddy"), ("ordered", "owner")])
-def test_an_order_by_hand_is_carried_out_by_nodes_that_have_it(what: str, chosen: str) -> None:
-    """A node whose ranks have never named that bucket refuses the order, and would be waited for without end."""
+def test_an_order_is_carried_out_by_nodes_that_have_it(what: str, chosen: str) -> None:
+    """An order to upload is carried out by nodes that have the order. Other nodes refuse, and are not waited for."""
     others = [node("owner", UP, what)]
     assert choose_uploader(MANIFEST, SHARD, others, "buddy", is_ordered=True) == chosen
     assert choose_uploader(MANIFEST, SHARD, others, "buddy") == "owner"

@@ -1,4 +1,4 @@
-"""Windows: they cover what is needed, and the ranks of a node share each cell that several need, in one order."""
+"""Windows cover the needed bytes, and ranks of a node share each cell that several need, in one order."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def blocks(start: int, end: int) -> set[int]:
 def test_windows_cover_what_is_needed_and_read_no_other_block(
     ranges: list[ByteRange], window_bytes: int, straight: list[ByteRange]
 ) -> None:
-    """Every needed byte is in a window, no block is read that holds none, and none is read twice but at seams."""
+    """Every needed byte is in one window, and only blocks with needed bytes are read, each once."""
     windows = windows_of("s", ranges, window_bytes, straight)
     assert all(first.end <= second.offset for first, second in pairwise(windows))
     assert all(window.offset // window_bytes == (window.end - 1) // window_bytes for window in windows)
@@ -44,7 +44,9 @@ def test_windows_cover_what_is_needed_and_read_no_other_block(
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(st.tuples(st.sampled_from(SHARDS), RANGES), max_size=3), min_size=2, max_size=4))
 def test_ranks_of_a_node_fetch_each_block_once(needs: list[list[tuple[str, list[ByteRange]]]]) -> None:
-    """No block is fetched by two ranks, each shared unit by one that needs it, and all meet units in one order."""
+    """Each block is fetched by one rank, each shared unit by a rank that needs it, and all ranks meet units in one
+    order.
+    """
     windows_by_rank = {}
     for rank, of_rank in enumerate(needs):
         by_shard = dict(of_rank)
@@ -68,7 +70,7 @@ def test_ranks_of_a_node_fetch_each_block_once(needs: list[list[tuple[str, list[
 
 
 def test_equal_needs_are_split_evenly() -> None:
-    """Four ranks that need the same fetch a quarter each."""
+    """Four ranks with equal needs fetch a quarter each."""
     windows = windows_of("__0_0.distcp", [ByteRange(0, 16 * CELL_BYTES)], CELL_BYTES)
     units = plan_shared_units(dict.fromkeys(range(4), windows), SHARDS)
     assert [unit.fetcher for unit in units] == [0, 1, 2, 3] * 4
@@ -76,6 +78,6 @@ def test_equal_needs_are_split_evenly() -> None:
 
 
 def test_needs_that_do_not_meet_are_not_shared() -> None:
-    """Ranks that need different blocks of one cell fetch each its own."""
+    """Ranks that need different blocks of one cell fetch their own."""
     first, second = Window("__0_0.distcp", 0, 1000), Window("__0_0.distcp", 3 * BLOCK_BYTES, 1000)
     assert plan_shared_units({0: [first], 1: [second]}, SHARDS) == ()

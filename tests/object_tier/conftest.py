@@ -1,4 +1,4 @@
-"""Sites and nodes that end with their test, each with a bucket of its own."""
+"""Fixtures: a site, a new bucket, a node's store. Agents end with their test."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ SiteOf = Callable[..., Site]
 
 @pytest.fixture
 def site_of(tmp_path: Path) -> Iterator[SiteOf]:
-    """`site_of(moto, 2)` is a site of two blank nodes; every process in it ends with the test."""
+    """`site_of(moto, 2)` returns a site of two blank nodes with a new bucket. All its processes end with the test."""
     with ExitStack() as stack:
 
         def build(server: Server, node_count: int, **environment: Any) -> Site:
@@ -34,13 +34,13 @@ def site_of(tmp_path: Path) -> Iterator[SiteOf]:
 
 @pytest.fixture
 def where(moto: Server) -> Mapping[str, Any]:
-    """Arguments of a writer or reader that name a new bucket of moto's."""
+    """Arguments that make a writer or reader use a new bucket of moto's."""
     bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
     return {"object_store": f"s3://{bucket}/runs/one", "storage_options": moto.storage_options()}
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """One node's store, not made yet; its agent ends with the test."""
+    """The path of one node's store, which does not exist yet. Its agent ends with the test."""
     yield tmp_path / "node"
     stop_agent(tmp_path / "node")

@@ -1,4 +1,4 @@
-"""A site: nodes with real agents, a bucket, and the faults between them."""
+"""A site: nodes with real agents, a bucket, and injected faults between them."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ PREFIX = "runs/one"
 
 @dataclass(frozen=True)
 class Site:
-    """Nodes that reach `server` through `faulty` alone; the test itself looks at it directly."""
+    """Nodes that reach `server` only through `faulty`. The test itself reaches `server` directly."""
 
     cluster: Cluster
     server: Server
@@ -35,7 +35,7 @@ class Site:
 
     @property
     def where(self) -> dict[str, Any]:
-        """Arguments of writers and readers."""
+        """Arguments of writers and readers that name the bucket behind `faulty`."""
         return {"object_store": self.url, "storage_options": self.faulty.storage_options()}
 
     @cached_property
@@ -56,15 +56,15 @@ class Site:
     def load(self, checkpoint_id: str, count: int, ranks: int, **more: Any) -> Call[Any]:
         return call(objects.load, checkpoint_id=checkpoint_id, count=count, ranks=ranks, where=self.where, **more)
 
-    # What the test does and sees ---------------------------------------------------------------------------------
+    # What the test does and observes -----------------------------------------------------------------------------
 
     def lose_all(self) -> None:
-        """Every node is gone: agents and stores."""
+        """Loses every node with its agent and its store."""
         for node in self.cluster.nodes:
             node.lose()
 
     def key(self, checkpoint_id: str, name: str) -> str:
-        """Of an object, in the bucket."""
+        """The key of a checkpoint's object in the bucket."""
         return f"{PREFIX}/{checkpoint_id}/{name}"
 
     def body(self, key: str) -> bytes:
@@ -75,17 +75,17 @@ class Site:
         self.server.client().put_object(Bucket=self.name, Key=key, Body=body)
 
     def asked(self, node: int, path: str) -> bytes:
-        """A node's agent's answer to a GET."""
+        """The answer of a node's agent to a GET."""
         endpoint = read_endpoint(self.cluster.nodes[node].disk / ".agent")
         assert endpoint is not None, f"node {node} has no agent"
         with AgentClient(endpoint.local_address()) as client:
             return client.fetch("GET", path)
 
     def uploads(self, node: int) -> Mapping[str, Any]:
-        """What a node's agent says of its uploads."""
+        """The uploads in the status of a node's agent."""
         found: Mapping[str, Any] = json.loads(self.asked(node, "/v1/status"))["object_store"]
         return found
 
     def wait_until_committed(self, checkpoint_id: str, within_s: float = 60.0) -> None:
-        """Asks the bucket alone."""
+        """Waits for the commit in the bucket. Asks no agent."""
         wait_for(lambda: self.bucket.save_of(checkpoint_id), within_s, f"{checkpoint_id} in {self.url}")

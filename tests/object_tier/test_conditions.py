@@ -1,4 +1,4 @@
-"""The first use of a bucket: whether its conditional writes exclude each other."""
+"""The trial of conditional writes at the first use of a bucket: whether one of several concurrent writers succeeds."""
 
 import time
 import warnings
@@ -36,7 +36,9 @@ class LateClient(MemoryClient):
 
 
 def test_writers_that_all_succeed_are_counted_once() -> None:
-    """The trial counts the winners and names the bucket. After its outcome is kept there, nobody tries again."""
+    """The trial counts the successful writers and names the bucket. Once the bucket has its outcome, no client tries
+    again.
+    """
     client = LateClient(TARGET)
     trial = try_conditions(client)
     assert trial is not None
@@ -57,17 +59,17 @@ def check_exclusion(server: Server) -> None:
 
 
 def test_one_of_several_writers_succeeds(moto: Server) -> None:
-    """A server that keeps conditions is not reported, and the trial leaves no object."""
+    """On a server that enforces conditions, the trial finds no weakness and leaves no object."""
     check_exclusion(moto)
 
 
 def test_one_of_several_writers_succeeds_on_a_real_server(radosgw: Server) -> None:
-    """The same on Ceph, which refuses a writer that comes at the same time with another code than one that comes later."""
+    """The same on Ceph, which refuses a concurrent writer and a later one with different codes."""
     check_exclusion(radosgw)
 
 
 def test_a_directory_is_not_tried(tmp_path: Path) -> None:
-    """It has no conditional writes, and gets no file."""
+    """A `file://` bucket has no conditional writes: the trial is skipped, and writes no file."""
     assert try_conditions(DirectoryClient(ObjectTarget(f"file://{tmp_path}/bucket"))) is None
     assert not list(tmp_path.iterdir())
 
@@ -82,7 +84,7 @@ def roots(tmp_path: Path) -> Iterator[list[Path]]:
 
 
 def save_and_record(root: Path, checkpoint_id: str, **where: Any) -> list[str]:
-    """Saves on this process; returns the warnings of conditional writes."""
+    """Saves in this process. Returns the warnings about conditional writes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ReplicatedCkptWarning)
         writer = ReplicatedWriter(root, copies=1, **where)
@@ -92,7 +94,7 @@ def save_and_record(root: Path, checkpoint_id: str, **where: Any) -> list[str]:
 
 @pytest.mark.fault
 def test_the_first_save_to_a_weak_bucket_warns_once(weak_store: WeakStore, roots: list[Path]) -> None:
-    """Rank 0 warns and names the bucket. After that neither a new agent's first save warns, nor another node's."""
+    """Rank 0's first save warns and names the bucket. Saves after an agent's restart or from another node do not warn."""
     url = f"s3://{weak_store.make_bucket('weak')}/run"
     where = {"object_store": url, "storage_options": weak_store.storage_options()}
     warned: list[str] = []

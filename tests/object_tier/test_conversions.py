@@ -1,4 +1,4 @@
-"""Export and import with a bucket: from it alone, into it, and beside it."""
+"""Export and import with a bucket: from the bucket alone, into the bucket, and beside it."""
 
 import shutil
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def uploaded(root: Path, where: Mapping[str, Any]) -> dict[str, Any]:
-    """Saves, uploads, and loses the node."""
+    """Saves, uploads, and removes the node's store. Returns the saved state."""
     state = contents()
     state["large"] = state["large"][:2, :70_000].clone()  # moto reads a whole object for each range
     writer = ReplicatedWriter(root, copies=1, **where)
@@ -34,7 +34,9 @@ def uploaded(root: Path, where: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_bucket_alone_is_enough(root: Path, where: Mapping[str, Any], tmp_path: Path) -> None:
-    """To a file, and to the bucket itself in each format, read back there; parts are gone; nothing is replaced."""
+    """Without a node, export writes a local file and, in each format, into the bucket. It leaves no temporary object,
+    and replaces no export.
+    """
     state = uploaded(root, where)
     export_checkpoint("latest", tmp_path / "m.pth", format="torch", **where)
     assert_equal(torch.load(tmp_path / "m.pth"), state)
@@ -60,7 +62,7 @@ def test_a_bucket_alone_is_enough(root: Path, where: Mapping[str, Any], tmp_path
 
 
 def test_an_import_goes_to_the_bucket(root: Path, where: Mapping[str, Any], tmp_path: Path) -> None:
-    """It is committed there when the call returns."""
+    """When `import_checkpoint` returns, the checkpoint is committed in the bucket."""
     torch.save({"a": torch.arange(9)}, tmp_path / "m.pth")
     import_checkpoint(tmp_path / "m.pth", "step-1", format="torch", root=root, copies=1, **where)
     stop_agent(root)
@@ -73,7 +75,9 @@ def test_an_import_goes_to_the_bucket(root: Path, where: Mapping[str, Any], tmp_
 def test_credentials_come_from_the_environment(
     where: Mapping[str, Any], moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the bucket that is read, and of the one that is written; they are in no message."""
+    """The environment's credentials serve the bucket that is read and the one that is written. No message contains
+    them.
+    """
     dcp.save(
         {"a": torch.arange(9)},
         storage_writer=FsspecWriter(f"{where['object_store']}/theirs", **where["storage_options"]),

@@ -1,4 +1,4 @@
-"""A load from the bucket alone that cannot go on: it says what happened there, and what to do next."""
+"""Loads from the bucket alone that fail midway: the error has the event in the bucket and the next step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ def error_of(reader: ReplicatedReader, checkpoint_id: str = "step-1") -> ShardLo
 
 
 def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], None]) -> None:
-    """Acts in the next load before this step of it."""
+    """Runs `act` once, before `step` of the next load."""
     goes_on, acts = getattr(LoadAttempt, step), [act]
 
     def act_and_go_on(attempt: LoadAttempt, *arguments: Any, **named: Any) -> Any:
@@ -48,10 +48,12 @@ def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], No
 
 @pytest.mark.parametrize("checkpoint_id", ["step-1", long("latest")])
 @pytest.mark.parametrize("step", [long("read_metadata"), "read_items"])
-def test_one_that_was_overwritten_meanwhile_is_to_be_loaded_again(
+def test_a_checkpoint_that_was_overwritten_meanwhile_is_to_be_loaded_again(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, step: str, checkpoint_id: str
 ) -> None:
-    """No shard is lost and no node is missing: what has taken its place is there, and is loaded then."""
+    """Another save replaces the checkpoint during a load: the hint is to load again, and the next load returns the
+    replacement.
+    """
     writer = ReplicatedWriter(root, overwrite=True, **where)
     for number in (1, 2):
         save(writer, "step-1", number)
@@ -68,10 +70,12 @@ def test_one_that_was_overwritten_meanwhile_is_to_be_loaded_again(
     assert_loads(ReplicatedReader(**where), checkpoint_id, 3)
 
 
-def test_one_that_was_removed_meanwhile_is_said_to_be(
+def test_a_checkpoint_that_was_removed_meanwhile_is_reported_as_removed(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by the bucket's retention: a load of "latest" has the newer one then."""
+    """The checkpoint is removed during a load, as by retention: the error reports the removal, and the next load of
+    `latest` finds a newer one.
+    """
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)
     writer.wait()
@@ -96,7 +100,7 @@ def test_one_that_was_removed_meanwhile_is_said_to_be(
 def test_credentials_that_expire_meanwhile_are_not_a_shard_that_is_lost(
     root: Path, moto: Server, where: Mapping[str, Any]
 ) -> None:
-    """The bucket has the shard, and the next step is new credentials, not another node."""
+    """Credentials expire during a load: the hint asks for valid credentials, not for another node."""
     with faulty_bucket(moto) as faulty:
         where = {**where, "storage_options": faulty.storage_options()}
         writer = ReplicatedWriter(root, **where)

@@ -1,4 +1,4 @@
-"""The object tier of several nodes: each brings its own shards, and worlds of any size load what the nodes have lost."""
+"""The object tier of several nodes: each uploads its own shards, and worlds of any size load lost nodes' shards."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ COUNT = 3  # MiB of each rank
 
 
 def sources(value: dict[str, Any]) -> tuple[int, int, int]:
-    """MiB that a load took from the own store, from peers, from the bucket; torch's containers are a little more."""
+    """MiB that a load read from its own store, from peers, and from the bucket, rounded down."""
     report = value["report"]
     local, peer, bucket = (report[name] >> 20 for name in ("bytes_local", "bytes_peer", "bytes_object"))
     return local, peer, bucket
 
 
 def test_all_nodes_are_lost(moto: Server, site_of: SiteOf) -> None:
-    """Two nodes of two ranks each save and wait; worlds of one and of three ranks load it all on blank nodes."""
+    """Two nodes of two ranks each save and are lost. Worlds of one and of three ranks load all of it on blank nodes."""
     site = site_of(moto, 2)
     saving = [
         call(state.save, kinds=KINDS, checkpoint_id="step-1", **site.where),
@@ -52,7 +52,9 @@ def test_all_nodes_are_lost(moto: Server, site_of: SiteOf) -> None:
 
 @pytest.mark.long
 def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
-    """Without a second copy: what the survivor has comes from it, to itself and to the blank one; the rest is fetched."""
+    """With one copy of each shard, both nodes read the survivor's shards from the survivor, and the others from the
+    bucket.
+    """
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT, copies=1), site.wait(copies=1)], nodes=[0, 1], ranks=2)
     site.cluster.nodes[0].lose()
@@ -64,7 +66,7 @@ def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
 
 @pytest.mark.long
 def test_readers_without_a_store(moto: Server, site_of: SiteOf) -> None:
-    """Ranks that have no node of ours, in a group and alone, load from the bucket; no agent runs for them."""
+    """Ranks without a store, in a group and alone, load from the bucket. No agent runs for them."""
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1], ranks=2)
     site.lose_all()

@@ -1,4 +1,4 @@
-"""The object tier as one process uses it, with a real agent and an S3 server: save, wait, lose everything, load."""
+"""The object tier of one process with a real agent and an S3 server: save, wait, lose the node, load."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ from tests.marks import mark_long
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:.*it has not answered yet"),  # moto, on a machine that is busy
+    pytest.mark.filterwarnings("ignore:.*it has not answered yet"),  # moto, on a busy machine
 ]
 State = dict[str, torch.Tensor]
 
@@ -66,7 +66,9 @@ def save(writer: ReplicatedWriter, checkpoint_id: str, number: int) -> None:
 
 
 def test_a_save_survives_its_node(root: Path, where: Mapping[str, Any]) -> None:
-    """After `wait` the node may vanish: a blank node, a reader without a store, and stock torch load from the bucket."""
+    """After `wait` and the loss of the node, a blank node, a reader without a store, and stock torch load from the
+    bucket.
+    """
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)
     save(writer, "step-2", 2)
@@ -86,7 +88,9 @@ def test_a_save_survives_its_node(root: Path, where: Mapping[str, Any]) -> None:
 def test_latest_waits_for_a_slow_bucket_where_the_nodes_have_an_older_one(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest has lost its only copy, and is whole in the bucket: training does not resume from the one before."""
+    """The newest checkpoint has lost its copy on the nodes, and the bucket is slow: `latest` waits, and does not fall
+    back to an older one.
+    """
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)
     save(writer, "step-2", 2)
@@ -97,7 +101,9 @@ def test_latest_waits_for_a_slow_bucket_where_the_nodes_have_an_older_one(
 
 
 def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
-    """By all readers, stock torch included; the nodes' own copy stays readable, too."""
+    """After an overwrite, every reader of the bucket, stock torch included, and every reader of the node load the new
+    save.
+    """
     writer = ReplicatedWriter(root, overwrite=True, **where)
     for number in (1, 2, 3):
         save(writer, "step-1", number)
@@ -109,10 +115,10 @@ def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: 
         assert_loads(dcp.FileSystemReader(root / "step-1"), str(root / "step-1"), number)
 
 
-def test_what_is_saved_over_another_run_replaces_it_in_the_bucket(
+def test_an_overwrite_of_another_run_replaces_it_in_the_bucket(
     root: Path, tmp_path: Path, where: Mapping[str, Any]
 ) -> None:
-    """Whatever the clocks say: the other run's was a year ahead, and this save is acknowledged as in the bucket."""
+    """A save replaces another run's checkpoint in the bucket although that run's clock was a year ahead."""
     save(ReplicatedWriter(root), "run/step-0", 0)
     other = tmp_path / "other"
     now = time.time()
@@ -130,7 +136,9 @@ def test_what_is_saved_over_another_run_replaces_it_in_the_bucket(
 
 
 def test_names_of_any_kind_work_in_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
-    """Spaces, letters of any script and `# ' ( &`: uploaded, replaced, found by `latest`, and read by stock torch."""
+    """An id with spaces, non-ASCII letters and `# ' ( &` is uploaded, replaced, found as `latest`, and read by stock
+    torch.
+    """
     name = "läufe #1/it's (step 1) & 実験"
     writer = ReplicatedWriter(root, overwrite=True, **where)
     for number in (1, 2):
@@ -145,7 +153,7 @@ def test_names_of_any_kind_work_in_the_bucket(root: Path, where: Mapping[str, An
 
 @pytest.mark.long
 def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
-    """And `latest` is the newest of all tiers."""
+    """With `object_every=2` every second save is uploaded. `latest` is the newest of both tiers."""
     writer = ReplicatedWriter(root, object_every=2, **where)
     for number in (1, 2, 3):
         save(writer, f"step-{number}", number)
@@ -156,7 +164,9 @@ def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any])
 
 @pytest.mark.long
 def test_a_checkpoint_in_the_bucket_is_not_overwritten_by_accident(root: Path, where: Mapping[str, Any]) -> None:
-    """Though the nodes are blank; and what is saved next is newer than what the bucket has."""
+    """A blank node refuses to save under an id that the bucket has. Its next save is newer than all saves in the
+    bucket.
+    """
     writer = ReplicatedWriter(root, **where)
     for number in (1, 2, 3):
         save(writer, f"step-{number}", number)
@@ -172,9 +182,11 @@ def test_a_checkpoint_in_the_bucket_is_not_overwritten_by_accident(root: Path, w
     assert_loads(ReplicatedReader(**where), "latest", 9)
 
 
-@pytest.mark.parametrize("wrong", ["bucket", "key"])
-def test_a_wrong_bucket_or_key_is_said_at_once(root: Path, where: Mapping[str, Any], wrong: str) -> None:
-    """By a warning of the first save, which is made on the nodes, and by `wait`; no secret is in either."""
+@pytest.mark.parametrize("wrong", ["bucket", "endpoint"])
+def test_a_wrong_bucket_or_endpoint_is_reported_at_once(root: Path, where: Mapping[str, Any], wrong: str) -> None:
+    """With a wrong bucket or endpoint, the first save warns and succeeds on the nodes, and `wait` raises. No message
+    contains the secret.
+    """
     where = dict(where)
     if wrong == "bucket":
         where["object_store"] = "s3://nobody-has-this-one/x"
@@ -194,13 +206,13 @@ def test_a_wrong_bucket_or_key_is_said_at_once(root: Path, where: Mapping[str, A
 
 
 def test_ack_object_waits(root: Path, where: Mapping[str, Any]) -> None:
-    """When `dcp.save` returns, it is in the bucket."""
+    """With `ack="object"`, the save is in the bucket when `dcp.save` returns."""
     save(ReplicatedWriter(root, ack="object", **where), "step-1", 1)
     assert_loads(ReplicatedReader(**where), "step-1", 1)
 
 
-def test_wait_tells_of_no_checkpoint_that_never_came_to_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
-    """One removed before its upload is not among the ids; `wait(ack="object")` raises."""
+def test_wait_returns_no_checkpoint_that_was_never_uploaded(root: Path, where: Mapping[str, Any]) -> None:
+    """A checkpoint that was removed before its upload is not among the ids from `wait`. `wait(ack="object")` raises."""
     away = {**where["storage_options"], "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
     writer = ReplicatedWriter(root, copies=1, object_store=where["object_store"], storage_options=away)
     for number in (1, 2):
@@ -217,8 +229,8 @@ def test_wait_tells_of_no_checkpoint_that_never_came_to_the_bucket(root: Path, w
     assert_loads(ReplicatedReader(**where), "latest", 3)
 
 
-def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path: Path) -> None:
-    """By name and as the latest, if it is the only one."""
+def test_stock_torchs_checkpoint_in_the_bucket_is_read(where: Mapping[str, Any], tmp_path: Path) -> None:
+    """A checkpoint that stock torch wrote to the bucket loads by name, and as `latest` if there is no other."""
     url, options = where["object_store"], where["storage_options"]
     dcp.save(contents(5), storage_writer=FsspecWriter(f"{url}/theirs", **options))
     assert_loads(ReplicatedReader(**where), "theirs", 5)
@@ -226,10 +238,10 @@ def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_stock_torch_wrote_there_is_held_against_the_checksums_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A byte that differs is refused, as on a node's disk; and for that each item leaves the bucket twice, not more."""
+def test_stock_torchs_items_in_the_bucket_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader verifies the zip checksums in stock torch's items: it refuses a changed byte, and reads each item at
+    most twice.
+    """
 
     def read(client: DirectoryClient, key: str, offset: int, target: memoryview) -> None:
         fetched.append(len(target))
@@ -250,14 +262,14 @@ def test_what_stock_torch_wrote_there_is_held_against_the_checksums_in_it(
 
 
 def test_a_reader_needs_a_place() -> None:
-    """A root, a bucket, or both."""
+    """A reader without a root and without a bucket is refused."""
     with pytest.raises(ConfigInvalid):
         ReplicatedReader()
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_any_scheme_of_fsspec_does(root: Path, tmp_path: Path, scheme: str) -> None:
-    """A directory on a shared file system; memory within one process."""
+    """`file://` (a directory on a shared file system) and `memory://` (within one process) serve as buckets."""
     url = f"file://{tmp_path}/bucket" if scheme == "file" else f"memory://{uuid4().hex}/x"
     writer = ReplicatedWriter(root, object_store=url)
     save(writer, "step-1", 1)
@@ -265,8 +277,8 @@ def test_any_scheme_of_fsspec_does(root: Path, tmp_path: Path, scheme: str) -> N
     assert_loads(ReplicatedReader(object_store=url), "step-1", 1)
 
 
-def test_a_checkpoint_that_is_nowhere_is_said_to_be(where: Mapping[str, Any]) -> None:
-    """With the bucket among the places that were searched."""
+def test_a_missing_checkpoint_names_the_bucket_that_was_searched(where: Mapping[str, Any]) -> None:
+    """The error of a missing checkpoint names the bucket among the places searched."""
     with pytest.raises((CheckpointException, ReplicatedCkptError), match="runs/one"):
         dcp.load(blank(), checkpoint_id="step-1", storage_reader=ReplicatedReader(**where))
 
@@ -278,7 +290,9 @@ def test_a_checkpoint_is_uploaded_by_hand(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One whose save named no bucket; credentials come from the environment. `ls` lists both places."""
+    """`upload --to` uploads a checkpoint whose save named no bucket, with the environment's credentials. `ls` lists
+    both places, and `verify` finds a damaged object.
+    """
 
     def command(*arguments: str) -> tuple[int, str]:
         code = main(arguments)
@@ -312,8 +326,10 @@ def test_a_checkpoint_is_uploaded_by_hand(
     assert (code, f"`replicated-ckpt show step-7 --root {root}`" in said) == (3, True), said
 
 
-def test_a_load_that_was_not_told_of_the_bucket_names_it(root: Path, where: Mapping[str, Any]) -> None:
-    """The nodes have lost a shard that was uploaded: the error says what to load with, and that load has it."""
+def test_a_load_without_the_bucket_names_it(root: Path, where: Mapping[str, Any]) -> None:
+    """The nodes have lost an uploaded shard: a load without `object_store` names the bucket, and a load with it
+    succeeds.
+    """
     url = where["object_store"]
     save(ReplicatedWriter(root, ack="object", **where), "step-1", 1)
     (root / "step-1" / "__0_0.distcp").unlink()
@@ -323,7 +339,7 @@ def test_a_load_that_was_not_told_of_the_bucket_names_it(root: Path, where: Mapp
     assert_loads(ReplicatedReader(root, **where), "step-1", 1)
 
 
-@pytest.mark.parametrize("with_url", mark_long([False, True], keep=[True]), ids=["as its save said", "--to"])
+@pytest.mark.parametrize("with_url", mark_long([False, True], keep=[True]), ids=["the save's bucket", "--to"])
 def test_an_upload_by_hand_looks_into_the_bucket(
     root: Path,
     where: Mapping[str, Any],
@@ -333,7 +349,7 @@ def test_an_upload_by_hand_looks_into_the_bucket(
     *,
     with_url: bool,
 ) -> None:
-    """A bucket that was emptied after the upload: `verify` says what is missing there, and `upload` brings it again."""
+    """After the bucket was emptied, `verify` names the missing checkpoint, and `upload` uploads it again."""
     url = where["object_store"]
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret)
@@ -351,8 +367,12 @@ def test_an_upload_by_hand_looks_into_the_bucket(
     assert_loads(ReplicatedReader(**where), "step-1", 1)
 
 
-def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint that the nodes have lost is called so, with the bucket as the next step, not asked for as a node."""
+def test_ls_does_not_call_the_bucket_an_unreachable_node(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The nodes have lost a checkpoint: `ls` suggests to load it from the bucket, and does not list the bucket as an
+    unreachable node.
+    """
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     where = f"file://{bucket}"
@@ -369,7 +389,9 @@ def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys
 
 
 def test_an_order_to_a_second_bucket_puts_the_first_one_off(root: Path, tmp_path: Path) -> None:
-    """The command ends once the second has it. `wait` ends once the save is in its own one, which was away meanwhile."""
+    """`upload --to` ends once the second bucket has the checkpoint. `wait` ends once the save's own bucket, which was
+    away, has it.
+    """
     first, second = tmp_path / "first", f"file://{tmp_path}/second"
     first.write_text("away")
     writer = ReplicatedWriter(root, object_store=f"file://{first}")
@@ -384,7 +406,7 @@ def test_an_order_to_a_second_bucket_puts_the_first_one_off(root: Path, tmp_path
 def test_a_save_waits_for_the_first_look_of_an_agent_that_was_started_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes as long as an agent may take that has not looked into the bucket yet, whatever this process has saved."""
+    """Each probe waits longer than `FIRST_WAIT_S`, because a restarted agent may not have looked into the bucket yet."""
     (tmp_path / "bucket").mkdir()
     waited: list[float] = []
 

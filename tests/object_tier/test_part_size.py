@@ -1,4 +1,4 @@
-"""The size of the parts of an upload, which an agent is given."""
+"""The part size of uploads, an option of the agent."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.buckets.servers import Server
 def test_parts_have_the_size_that_the_agent_was_given(
     moto: Server, where: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 5 MiB a shard of 11 MiB goes in three parts."""
+    """With parts of 5 MiB, a shard of 11 MiB is uploaded in three parts."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_UPLOAD_PART_MIB", "5")
     writer = ReplicatedWriter(root, copies=1, **where)
     dcp.save({"x": torch.ones(11 << 18)}, checkpoint_id="step-1", storage_writer=writer)
@@ -29,6 +29,6 @@ def test_parts_have_the_size_that_the_agent_was_given(
 
 @pytest.mark.parametrize("size", [4, 513])
 def test_parts_that_a_store_or_the_memory_refuses_are_invalid(tmp_path: Path, size: int) -> None:
-    """The error names the option, its variable and its bounds."""
+    """The error of a part size out of bounds names the option, its variable and its bounds."""
     with pytest.raises(ConfigInvalid, match=r"upload_part_mib \(or .*_UPLOAD_PART_MIB\) must be 5 to 512, not"):
         AgentConfig(root=str(tmp_path), upload_part_mib=size)

@@ -1,4 +1,4 @@
-"""The object tier on a real S3 server, Ceph's: what only a server that verifies and keeps its own books can show."""
+"""The object tier on Ceph, a real S3 server, which verifies checksums and lists unfinished uploads."""
 
 import pytest
 
@@ -27,7 +27,9 @@ def assert_loads_on_blank_nodes(site: Site) -> None:
 
 
 def test_save_wait_lose_load(radosgw: Server, site_of: SiteOf) -> None:
-    """Two nodes of two ranks; worlds of three and one; one save over another; nothing unfinished is left in the bucket."""
+    """Two nodes of two ranks save one id twice and are lost. Worlds of three ranks and one load the second save. The
+    bucket has no unfinished upload.
+    """
     site = site_of(radosgw, 2)
     kinds = ["plain", "meshes"]
     writer = {"overwrite": True, **site.where}
@@ -43,7 +45,9 @@ def test_save_wait_lose_load(radosgw: Server, site_of: SiteOf) -> None:
 
 
 def test_a_flipped_bit_is_refused_and_sent_again(radosgw: Server, site_of: SiteOf) -> None:
-    """Of a part, on its way: the server compares it with the checksum that was taken when it was saved."""
+    """A bit of a part flips in transit: the server refuses the part by the checksum from the save, and the agent sends
+    it again.
+    """
     site = site_of(radosgw, 2)
     flip = site.faulty.add(Fault("flip_request", method="PUT", key=SHARD, query="partNumber=2", times=1))
     found = site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
@@ -56,7 +60,7 @@ def test_a_flipped_bit_is_refused_and_sent_again(radosgw: Server, site_of: SiteO
 
 
 def test_a_flipped_bit_of_a_small_object_is_refused(radosgw: Server, site_of: SiteOf) -> None:
-    """Manifest, mark, and a shard of one part: what the bucket shows is what was saved."""
+    """The same for a manifest, a commit mark, and a shard of one part."""
     site = site_of(radosgw, 2)
     names = ("__0_0.distcp", ".manifest.json", ".metadata")
     flips = [site.faulty.add(Fault("flip_request", method="PUT", key=name, times=1)) for name in names]
@@ -69,7 +73,7 @@ def test_a_flipped_bit_of_a_small_object_is_refused(radosgw: Server, site_of: Si
 
 
 def test_parts_that_are_there_are_not_sent_again(radosgw: Server, site_of: SiteOf) -> None:
-    """The server vanishes after some parts and the agents die: both back, only the others are sent."""
+    """The server vanishes after some parts and the agents die: after both restart, agents send only the missing parts."""
     site = site_of(radosgw, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0, 1])
 

@@ -1,4 +1,4 @@
-"""`rm` takes a checkpoint from the bucket with the last copy on a node, and never the one without the other by mistake."""
+"""`rm` removes a checkpoint from both the nodes and the bucket, or from neither unless asked."""
 
 import time
 from collections.abc import Mapping
@@ -48,10 +48,10 @@ def has_uploads(root: Path) -> bool:
         return bool(client.call("GET", "/v1/status")["object_store"]["pending"])
 
 
-def test_an_upload_that_ends_between_two_steps_of_it_leaves_nothing(
+def test_a_removal_during_which_an_upload_commits_leaves_nothing(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bucket has no mark yet when it is looked at, and gets one before the node notes that the save is removed."""
+    """An upload commits after `rm` has found no mark in the bucket: the checkpoint is removed there, too."""
     monkeypatch.setenv(failpoints.ENV, "upload.manifest-put=sleep:2@2")
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)
@@ -61,19 +61,19 @@ def test_an_upload_that_ends_between_two_steps_of_it_leaves_nothing(
     assert in_bucket(where) == ["step-1"]
     remove_from_bucket = Remover._remove_from_bucket
 
-    def removed_early(*arguments: Any, **named: Any) -> None:
+    def remove_before_upload_ends(*arguments: Any, **named: Any) -> None:
         remove_from_bucket(*arguments, **named)
         wait_for(lambda: not has_uploads(root), 20, "the end of the upload")
 
-    monkeypatch.setattr(Remover, "_remove_from_bucket", removed_early)
+    monkeypatch.setattr(Remover, "_remove_from_bucket", remove_before_upload_ends)
     assert main(["rm", "step-2", "--root", str(root), "--force"]) == ExitCode.OK
     assert not (root / "step-2").exists()
     assert in_bucket(where) == ["step-1"]
     assert list_names(where, "step-2") == []
 
 
-def begun_save(root: Path, where: Mapping[str, Any], awaited: str) -> None:
-    """step-1 is in the bucket, and the upload of step-2 has brought this file of it."""
+def begin_upload(root: Path, where: Mapping[str, Any], awaited: str) -> None:
+    """Uploads step-1, and begins to upload step-2 until the bucket has the file `awaited`."""
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)
     writer.wait()
@@ -84,14 +84,16 @@ def begun_save(root: Path, where: Mapping[str, Any], awaited: str) -> None:
 def test_an_agent_that_is_killed_in_the_commit_of_an_upload_brings_nothing_back(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mark comes after the removal began, and the agent dies at once: it stays removed, or the command did not end."""
+    """An upload commits during `rm` and its agent dies at once: either the checkpoint stays removed, or `rm` failed and
+    can be repeated.
+    """
     monkeypatch.setenv(failpoints.ENV, "upload.manifest-put=sleep:2@2,upload.marked=kill@2")
-    begun_save(root, where, MANIFEST_NAME)
+    begin_upload(root, where, MANIFEST_NAME)
     code = main(["rm", "step-2", "--root", str(root), "--force"])
     monkeypatch.delenv(failpoints.ENV)
     if code != ExitCode.OK:
         assert main(["status", "--root", str(root), "--start-agents"]) == ExitCode.OK
-        assert (root / "step-2").exists(), "the same command finds it"
+        assert (root / "step-2").exists(), "the same command finds the checkpoint"
         assert main(["rm", "step-2", "--root", str(root), "--force"]) == ExitCode.OK
     else:
         endpoint = read_endpoint(root / ".agent")
@@ -102,12 +104,14 @@ def test_an_agent_that_is_killed_in_the_commit_of_an_upload_brings_nothing_back(
     assert (in_bucket(where), list_names(where, "step-2")) == (["step-1"], [])
 
 
-def test_what_is_kept_in_the_bucket_stays_though_its_upload_has_not_ended(
+def test_the_buckets_copy_can_be_kept_before_its_upload_has_ended(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is committed there, and the agent has not read that back: the node's copy goes, and it loads from the bucket."""
+    """The upload has committed but the agent has not confirmed it: `rm --keep-in-bucket` removes the node's copy, and
+    the bucket's loads.
+    """
     monkeypatch.setenv(failpoints.ENV, "upload.marked=sleep:2@2")
-    begun_save(root, where, METADATA_NAME)
+    begin_upload(root, where, METADATA_NAME)
     assert main(["rm", "step-2", "--root", str(root), "--force", "--keep-in-bucket"]) == ExitCode.OK
     wait_for(lambda: not has_uploads(root), 20, "the end of the upload")
     assert not (root / "step-2").exists()
@@ -115,10 +119,12 @@ def test_what_is_kept_in_the_bucket_stays_though_its_upload_has_not_ended(
     assert_loads(ReplicatedReader(**where), "step-2", 2)
 
 
-def test_it_goes_from_both_and_is_not_uploaded_again(
+def test_a_removed_checkpoint_is_not_uploaded_again(
     root: Path, where: Mapping[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the URL that its save named; what is kept in the bucket on purpose loads from there."""
+    """`rm` removes the checkpoint from the node and from the bucket that its save named. With `--keep-in-bucket` the
+    bucket's copy stays and loads.
+    """
     writer = ReplicatedWriter(root, **where)
     for number in (1, 2):
         save(writer, f"step-{number}", number)
@@ -137,10 +143,10 @@ def test_it_goes_from_both_and_is_not_uploaded_again(
     assert_loads(ReplicatedReader(**where), "step-2", 2)
 
 
-def test_a_bucket_that_cannot_be_reached_keeps_it_on_the_node(
+def test_a_checkpoint_stays_on_the_node_while_its_bucket_is_unknown(
     root: Path, where: Mapping[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing goes anywhere, and the same command works once the bucket is known again."""
+    """If the agent has no record of the bucket, `rm` removes nothing. Once it has, the same command succeeds."""
     writer = ReplicatedWriter(root, **where)
     for number in (1, 2):
         save(writer, f"step-{number}", number)
@@ -165,7 +171,9 @@ def test_a_bucket_that_cannot_be_reached_keeps_it_on_the_node(
 def test_another_runs_checkpoint_of_that_id_stays_in_the_bucket(
     root: Path, tmp_path: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two clusters share a prefix, and one removes what is its own; a node that has nothing of any run may clean up."""
+    """Two clusters share a prefix: `rm` does not remove the other run's checkpoint from the bucket, except with
+    `--force`.
+    """
     other, options = tmp_path / "other", where["storage_options"]
     writer = ReplicatedWriter(other, **where)
     for number in (1, 2):
@@ -181,7 +189,7 @@ def test_another_runs_checkpoint_of_that_id_stays_in_the_bucket(
     assert (root / "step-1").exists()
     assert main([*words, "--keep-in-bucket"]) == ExitCode.OK
     assert not (root / "step-1").exists()
-    assert main(words) == ExitCode.FAILED, "step-2 on the node is of the other run"
+    assert main(words) == ExitCode.FAILED, "the node's step-2 and the bucket's step-1 are of different runs"
     assert_loads(ReplicatedReader(**where), "step-1", 1)
     assert main([*words, "--force"]) == ExitCode.OK
     assert in_bucket(where) == ["step-2"]

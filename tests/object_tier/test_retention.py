@@ -1,4 +1,4 @@
-"""Retention as one process uses it, with a real agent and an S3 server: each tier keeps what its own policy says."""
+"""Retention of one process with a real agent and an S3 server: nodes and bucket each follow their own policy."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def on_node(root: Path) -> set[str]:
     return {str(path.parent.relative_to(root)) for path in root.rglob(".metadata") if ".trash" not in path.parts}
 
 
-def becomes(root: Path, wanted: set[str]) -> None:
+def wait_until_on_node(root: Path, wanted: set[str]) -> None:
     wait_for(lambda: on_node(root) == wanted, 20, f"{wanted} on the node, not {on_node(root)}")
 
 
@@ -59,14 +59,16 @@ def ask(root: Path, method: str, path: str) -> dict[str, Any]:
 
 
 def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, Any]) -> None:
-    """The node the newest and every third, the bucket the newest two; all of it loads, stock torch included."""
+    """The node keeps the newest and every third checkpoint, the bucket the newest two. All of them load, also with
+    stock torch.
+    """
     kept = Retention(keep_last=1, keep_every=3)
     writer = ReplicatedWriter(root, retention=kept, object_retention=TWO, **where)
     for number in range(1, 6):
         save(writer, f"step-{number}", number)
         writer.wait()
     wait_for(lambda: in_bucket(where) == {"step-4", "step-5"}, 20, "two in the bucket")
-    becomes(root, {"step-3", "step-5"})
+    wait_until_on_node(root, {"step-3", "step-5"})
     client = bucket_of(where).client
     assert set(client.list_keys("").directories) == {"step-4", "step-5"}
     for number in (3, 4, 5):
@@ -78,36 +80,40 @@ def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, An
     assert json.loads((root / ".agent" / "uploads.json").read_text())["begun"] == []
 
 
-def columns_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """By checkpoint, what `ls` says of the bucket, of which it knows by the agents alone."""
+def bucket_column(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """`ls`'s column of the bucket by checkpoint. Without `--object-store`, `ls` reads it from the agents."""
     capsys.readouterr()
     assert main(["ls", "--root", str(root), "--start-agents", "-o", "json"]) == ExitCode.OK
     return {row["checkpoint_id"]: row["bucket"] for row in json.loads(capsys.readouterr().out)["checkpoints"]}
 
 
-def test_ls_says_that_the_bucket_has_given_a_checkpoint_up(
+def test_ls_reports_that_retention_removed_a_checkpoint_from_the_bucket(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the agent that has removed it there, and by one that starts anew: no step names the bucket for a lost file."""
+    """After retention removed a checkpoint from the bucket, `ls` reports `not there`, also from a new agent. For a lost
+    file it does not suggest the bucket.
+    """
     url = f"file://{tmp_path}/bucket"
     writer = ReplicatedWriter(root, retention=ALL, object_retention=ONE, object_store=url)
     for number in (1, 2):
         save(writer, f"step-{number}", number)
         writer.wait()
     wanted = {"step-2": "there", "step-1": "not there"}
-    wait_for(lambda: columns_of(root, capsys) == wanted, 20, "what the agent has removed")
+    wait_for(lambda: bucket_column(root, capsys) == wanted, 20, "the removal in the column of the bucket")
     stop_agent(root)
-    wait_for(lambda: columns_of(root, capsys) == wanted, 20, "what the next agent has found")
+    wait_for(lambda: bucket_column(root, capsys) == wanted, 20, "the same column from the next agent")
     (root / "step-1" / "__0_0.distcp").unlink()
     assert main(["ls", "--root", str(root)]) == ExitCode.OK
     assert "next step for step-1: load an older checkpoint" in capsys.readouterr().out
     assert main(["verify", "step-2", "--root", str(root)]) == ExitCode.OK
 
 
-def test_verify_names_what_an_older_bucket_has_as_another_save(
+def test_verify_names_other_saves_in_a_restored_bucket(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The bucket was put back to before a save was replaced: the newer one is on the nodes alone."""
+    """The bucket is restored to an older state: `verify` names the saves that only the nodes have, and `upload` uploads
+    them again.
+    """
     bucket, url = tmp_path / "bucket", f"file://{tmp_path}/bucket"
     writer = ReplicatedWriter(root, overwrite=True, object_store=url)
     for number in (1, 2):
@@ -132,10 +138,10 @@ def test_verify_names_what_an_older_bucket_has_as_another_save(
 
 
 @pytest.mark.long
-def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping[str, Any]) -> None:
-    """The node has it still, and its agent, started anew, knows nothing of having uploaded it.
+def test_what_retention_removed_from_the_bucket_is_not_uploaded_again(root: Path, where: Mapping[str, Any]) -> None:
+    """After retention removed a checkpoint from the bucket, a new agent of a node with a copy does not upload it again.
 
-    Nor does what an upload had brought of it stay there, that an outage had cut off.
+    Shards of such a checkpoint from an interrupted upload are removed from the bucket.
     """
     writer = ReplicatedWriter(root, retention=ALL, object_retention=ONE, **where)
     for number in (1, 2, 3):
@@ -159,11 +165,11 @@ def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping
     writer = ReplicatedWriter(root, retention=ONE, object_retention=ONE, **where)
     save(writer, "step-5", 5)
     writer.wait()
-    becomes(root, {"step-5"})
+    wait_until_on_node(root, {"step-5"})
 
 
-def test_what_others_wrote_is_not_touched(root: Path, where: Mapping[str, Any]) -> None:
-    """Stock torch's checkpoints neither count nor go, in either tier; nor do those of another run's directory."""
+def test_other_checkpoints_are_not_touched(root: Path, where: Mapping[str, Any]) -> None:
+    """Retention neither counts nor removes stock torch's checkpoints, nor those of another directory, in either tier."""
     url, options = where["object_store"], where["storage_options"]
     dcp.save(contents(7), storage_writer=FsspecWriter(f"{url}/theirs", **options))
     dcp.save(contents(8), storage_writer=dcp.FileSystemWriter(root / "theirs"))
@@ -172,12 +178,14 @@ def test_what_others_wrote_is_not_touched(root: Path, where: Mapping[str, Any]) 
     for number in (2, 3):
         save(writer, f"step-{number}", number)
         writer.wait()
-    wait_for(lambda: in_bucket(where) == {"theirs", "other/step-1", "step-3"}, 20, "the others")
-    becomes(root, {"theirs", "other/step-1", "step-3"})
+    wait_for(
+        lambda: in_bucket(where) == {"theirs", "other/step-1", "step-3"}, 20, "the remaining checkpoints in the bucket"
+    )
+    wait_until_on_node(root, {"theirs", "other/step-1", "step-3"})
 
 
 def test_a_removal_cut_short_leaves_no_checkpoint(root: Path, where: Mapping[str, Any]) -> None:
-    """The mark goes first: what a crash leaves of it is seen by nobody, and the id is free."""
+    """A removal deletes the mark first: after a crash no reader finds the checkpoint, and its id can be saved again."""
     writer = ReplicatedWriter(root, **where)
     save(writer, "step-1", 1)
     save(writer, "step-2", 2)
@@ -210,10 +218,10 @@ def test_a_removal_cut_short_leaves_no_checkpoint(root: Path, where: Mapping[str
     assert_loads(ReplicatedReader(**where), "latest", 3)
 
 
-def test_a_save_that_comes_while_the_one_before_is_judged_stays(
+def test_a_save_that_commits_while_retention_examines_the_previous_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its mark went with the one that was looked at, though `wait` had said that it is there."""
+    """An overwrite commits while retention examines the older save: retention does not remove the new one."""
     (tmp_path / "bucket").mkdir()
     bucket, store = bucket_of({"object_store": f"file://{tmp_path}/bucket", "storage_options": None}), tmp_path / "node"
     first = checkpointed([LocalStore(store)], 1, {}, copies=1)
@@ -227,7 +235,7 @@ def test_a_save_that_comes_while_the_one_before_is_judged_stays(
 
     def look_slowly(save: BucketSave) -> bytes:
         raw = look(save)
-        monkeypatch.setattr(bucket, "manifest_raw", look)  # a commit looks, too
+        monkeypatch.setattr(bucket, "manifest_raw", look)  # a commit also reads the manifest
         bucket.commit(late, late.encode(), METADATA)
         return raw
 
@@ -237,29 +245,29 @@ def test_a_save_that_comes_while_the_one_before_is_judged_stays(
 
 
 @pytest.mark.long
-def test_a_run_without_a_policy_takes_it_back(root: Path) -> None:
-    """The next run on the same root passes none: nothing is removed any more, though the agent lived on."""
+def test_a_run_without_a_policy_ends_the_previous_policy(root: Path) -> None:
+    """The next run on the same root sets no policy: the same agent removes nothing any more."""
     writer = ReplicatedWriter(root, retention=ONE)
     for number in (1, 2):
         save(writer, f"step-{number}", number)
-    becomes(root, {"step-2"})
+    wait_until_on_node(root, {"step-2"})
     writer = ReplicatedWriter(root)
     for number in (3, 4):
         save(writer, f"step-{number}", number)
     rounds = ask(root, "GET", "/v1/status")["protection"]["rounds"]
-    wait_for(lambda: ask(root, "GET", "/v1/status")["protection"]["rounds"] > rounds, 30, "a round")
+    wait_for(lambda: ask(root, "GET", "/v1/status")["protection"]["rounds"] > rounds, 30, "the next round")
     assert on_node(root) == {"step-2", "step-3", "step-4"}
 
 
 def test_no_policy_starts_no_agent(root: Path) -> None:
-    """One process without a policy and without a bucket needs none."""
+    """A save of one process without a policy and without a bucket starts no agent."""
     save(ReplicatedWriter(root), "step-1", 1)
     assert not (root / ".agent" / "endpoint.json").exists()
 
 
 @pytest.mark.long
-def test_a_bucket_in_memory_is_kept_short_too(root: Path) -> None:
-    """Where the uploads are made by this very process."""
+def test_the_policy_applies_to_a_bucket_in_memory(root: Path) -> None:
+    """The bucket's policy also applies to a `memory://` bucket, to which the saving process uploads."""
     where = {"object_store": f"memory://{uuid4().hex}/x", "storage_options": None}
     writer = ReplicatedWriter(root, object_retention=ONE, **where)  # type: ignore[arg-type]
     for number in (1, 2):
@@ -274,36 +282,42 @@ def test_a_bucket_in_memory_is_kept_short_too(root: Path) -> None:
     ids=str,
 )
 def test_a_policy_that_cannot_work_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """When the writer is made."""
+    """Making a writer with an invalid policy raises ConfigInvalid."""
     with pytest.raises(ConfigInvalid):
         ReplicatedWriter(tmp_path, **wrong)
 
 
 @pytest.mark.parametrize("tier", mark_long(["nodes", "bucket"], keep=["nodes"]))
-def test_a_policy_that_can_remove_nothing_is_told_at_the_first_save(
+def test_a_policy_that_can_remove_nothing_is_reported_at_the_first_save(
     root: Path, where: Mapping[str, Any], recwarn: pytest.WarningsRecorder, tier: str
 ) -> None:
-    """A directory for each step fills the disk up. Once for a writer, with names by which the policy works."""
+    """A policy removes nothing if each step has its own directory. The first save of a writer warns once, and proposes
+    a name that the policy counts.
+    """
     policy: dict[str, Any] = {"retention": ONE} if tier == "nodes" else {"object_retention": ONE, **where}
     writer = ReplicatedWriter(root, copies=1, **policy)
 
-    def tell() -> list[str]:
-        told = [str(each.message) for each in recwarn if "counts the checkpoints" in str(each.message)]
+    def take_warnings() -> list[str]:
+        warned = [str(each.message) for each in recwarn if "counts the checkpoints" in str(each.message)]
         recwarn.clear()
-        return told
+        return warned
 
     dcp.save(contents(0), checkpoint_id="run/step_1/model", storage_writer=writer)
-    (told,) = tell()
-    assert "'run/step_1/model'" in told
-    assert "'run-model/step_1'" in told
+    (warned,) = take_warnings()
+    assert "'run/step_1/model'" in warned
+    assert "'run-model/step_1'" in warned
     for number, name in enumerate(("run/step_2/model", "run-model/step_1", "run-model/step_2", "run-model/final"), 1):
         dcp.save(contents(number), checkpoint_id=name, storage_writer=writer)
     writer.wait()
     kept = {"run/step_1/model", "run/step_2/model", "run-model/final"}
-    wait_for(lambda: (on_node(root) if tier == "nodes" else in_bucket(where)) == kept, 20, "the names that it counts")
+    wait_for(
+        lambda: (on_node(root) if tier == "nodes" else in_bucket(where)) == kept,
+        20,
+        "the checkpoints that the policy keeps",
+    )
     other = ReplicatedWriter(root, copies=1, **policy)
     for name in ("run-3/step-1", "run-3/final"):
         dcp.save(contents(5), checkpoint_id=name, storage_writer=other)
     dcp.save(contents(6), checkpoint_id="run/step_3/model", storage_writer=ReplicatedWriter(root, copies=1))
-    assert tell() == []
+    assert take_warnings() == []
     assert main(["verify", "--root", str(root)]) == ExitCode.OK

@@ -1,4 +1,4 @@
-"""Keys of the bucket are in the ranks' and the agents' memory and in one file of the agent's, and nowhere else."""
+"""The bucket's keys are in the memory of ranks and agents and in one file of each agent, and nowhere else."""
 
 import os
 import stat
@@ -23,14 +23,14 @@ KEEPER = "uploads.json"
 
 
 def processes_that_show(secret: bytes) -> list[str]:
-    """Command lines of this machine that contain it; anybody may read them."""
+    """The command lines on this machine that contain the secret. Every user can read command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes()
         except OSError:
             continue
-        is_server = b"radosgw" in line  # of a test beside this one, with the same secret
+        is_server = b"radosgw" in line  # a concurrent test's server, with the same secret
         if secret in line and not is_server and path.parent.name != str(os.getpid()):
             found.append(line.decode(errors="replace"))
     return found
@@ -42,7 +42,9 @@ def files_that_show(base: Path, secret: bytes) -> set[str]:
 
 @pytest.mark.parametrize("trouble", mark_long(["none", "denied", "away"], keep=["denied"]))
 def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, trouble: str) -> None:
-    """Not in logs, command lines, manifests, errors, warnings, status or objects; the file is its owner's alone."""
+    """No log, command line, manifest, error, warning, status or object contains the key. Only its owner can read the
+    agent's file.
+    """
     site = site_of(moto, 2)
     calls = [site.save("step-1", COUNT), site.wait()]
     if trouble == "denied":
@@ -66,7 +68,7 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         assert SECRET not in site.body(site.key("step-1", name))
     site.cluster.stop_agents()
     for spec in site.cluster.base.glob("launch*/spec.json"):
-        spec.unlink()  # the test's own: how its ranks learn of the bucket
+        spec.unlink()  # the test's own file, which passes the bucket to its ranks
     assert files_that_show(site.cluster.base, SECRET) == {KEEPER}
     if trouble == "none":
         site.lose_all()
@@ -77,7 +79,9 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
 
 @pytest.mark.long
 def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf, tmp_path: Path) -> None:
-    """What was denied a moment ago is tried anew, not remembered."""
+    """After a `wait` failed because the bucket denied access, the next `wait` tries again, and succeeds once access is
+    granted.
+    """
     site = site_of(moto, 1)
     site.faulty.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0"))
 
@@ -99,7 +103,7 @@ def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, s
 
 
 def test_a_wrong_key_is_denied_at_once_and_a_right_one_goes_on(moto: Server, site_of: SiteOf) -> None:
-    """`wait` does not wait for what trying again cannot mend; a right key, given by the next rank, is used at once."""
+    """With a wrong key, `wait` fails at once. As soon as a later rank passes a right key, the agent uploads both saves."""
     site = site_of(moto, 1)
     site.faulty.add(Fault("status", status=403, code="InvalidAccessKeyId"))
     results = site.cluster.launch([site.save("step-1", COUNT), site.failing_wait(timeout_s=60)], nodes=[0])

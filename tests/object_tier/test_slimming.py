@@ -1,4 +1,4 @@
-"""The bucket's own policy drops the optimizer of older checkpoints there; what loads, and after an interruption."""
+"""The bucket's policy drops the optimizer of older checkpoints: loads afterwards, and after an interruption."""
 
 import itertools
 import os
@@ -36,8 +36,8 @@ def bucket_at(url: str) -> Bucket:
     return Bucket(open_client(ObjectTarget.check_supported(url, None)))
 
 
-def full(bucket: Bucket) -> list[str]:
-    """The checkpoints that have an optimizer there."""
+def with_optimizer(bucket: Bucket) -> list[str]:
+    """The checkpoints whose optimizer is in the bucket."""
     return sorted(
         save.checkpoint_id
         for save in bucket.saves()
@@ -64,14 +64,16 @@ def load_weights(reader: Any, **named: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_bucket_keeps_the_weights(root: Path, tmp_path: Path, *, overwrite: bool) -> None:
-    """Of older ones; with a prefix of their own, too. The node keeps all; an agent that starts anew brings nothing back."""
+    """The bucket drops older checkpoints' optimizers, also below a save's own prefix. The node keeps them, and a new
+    agent does not upload them again.
+    """
     url = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
     if overwrite:
         save(root, range(1, 2), url)
     save(root, range(1, 4), url, overwrite=overwrite, object_retention=Retention(keep_last=9, full_last=1))
     bucket = bucket_at(url)
-    wait_for(lambda: full(bucket) == ["step-3"], 20, "one full one")
+    wait_for(lambda: with_optimizer(bucket) == ["step-3"], 20, "only step-3 with its optimizer")
     check_intact(bucket)
     alone = ReplicatedReader(object_store=url, expect_partial=True)
     for step in (1, 2, 3):
@@ -83,16 +85,16 @@ def test_the_bucket_keeps_the_weights(root: Path, tmp_path: Path, *, overwrite: 
     assert isinstance(error, OptimizerDropped)
     both = ReplicatedReader(root, object_store=url)
     found = state(7)
-    dcp.load(found, checkpoint_id="step-1", storage_reader=both)  # the node has all of it
+    dcp.load(found, checkpoint_id="step-1", storage_reader=both)  # the node has the optimizer
     assert torch.equal(found["optim"]["state"]["weight"]["exp_avg"], state(1)["optim"]["state"]["weight"]["exp_avg"])
     stop_agent(root)
     save(root, range(4, 5), url, object_retention=Retention(keep_last=9, full_last=1))
-    wait_for(lambda: full(bucket) == ["step-4"], 20, "the newest one full")
+    wait_for(lambda: with_optimizer(bucket) == ["step-4"], 20, "only step-4 with its optimizer")
     check_intact(bucket)
 
 
 def test_the_node_keeps_the_weights(root: Path, tmp_path: Path) -> None:
-    """The bucket has the optimizer still, and a load gets it from there."""
+    """The node has dropped an optimizer that the bucket still has: a load reads the optimizer from the bucket."""
     url = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
     save(root, range(1, 3), url, retention=Retention(keep_last=9, full_last=1))
@@ -103,12 +105,14 @@ def test_the_node_keeps_the_weights(root: Path, tmp_path: Path) -> None:
     assert torch.equal(found["optim"]["state"]["weight"]["exp_avg"], state(1)["optim"]["state"]["weight"]["exp_avg"])
     check_weights(found, 1)
     save(root, range(3, 4), url)
-    assert full(bucket_at(url)) == ["step-1", "step-2", "step-3"]
+    assert with_optimizer(bucket_at(url)) == ["step-1", "step-2", "step-3"]
     check_intact(bucket_at(url))
 
 
 def test_an_interruption_leaves_one_or_the_other(root: Path, tmp_path: Path) -> None:
-    """After the mark the weights are committed, whole; the next try removes the rest. A removal leaves nothing."""
+    """After an interruption the weights are committed and intact. The next try removes the optimizer, and a removal
+    leaves no file.
+    """
     url = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
     save(root, range(1, 2), url)
@@ -119,11 +123,11 @@ def test_an_interruption_leaves_one_or_the_other(root: Path, tmp_path: Path) -> 
 
     with failpoints.arm("upload.slim-marked", fail), pytest.raises(failpoints.FailpointReached):
         slim_in_bucket(bucket, "step-1", manifest.save_id)
-    assert full(bucket) == ["step-1"]
+    assert with_optimizer(bucket) == ["step-1"]
     check_intact(bucket)
     check_weights(load_weights(ReplicatedReader(object_store=url, expect_partial=True), checkpoint_id="latest"), 1)
     assert slim_in_bucket(bucket, "step-1", manifest.save_id)
-    assert full(bucket) == []
+    assert with_optimizer(bucket) == []
     assert not (tmp_path / "bucket" / "step-1" / SLIM_MANIFEST_NAME).exists()
     check_intact(bucket)
     assert not slim_in_bucket(bucket, "step-1", "0" * 32)
@@ -150,7 +154,9 @@ for save in saves:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", mark_long([3, 200], keep=[3]))
 def test_kills_while_the_bucket_is_slimmed(tmp_path: Path, kills: int) -> None:
-    """At random moments: every checkpoint loads its weights, and what is left of an optimizer goes in the next try."""
+    """After SIGKILL at random moments every checkpoint's weights load, and later tries remove the rest of each
+    optimizer.
+    """
     drawn, done, steps = random.Random(kills), 0, range(1, 7)
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     for number in itertools.count():
@@ -174,11 +180,11 @@ def test_kills_while_the_bucket_is_slimmed(tmp_path: Path, kills: int) -> None:
             check_intact(bucket)
             for step in (steps[0], steps[-1]):
                 check_weights(load_weights(FileSystemReader(folder / f"step-{step}"), no_dist=True), step)
-        assert full(bucket) == []
+        assert with_optimizer(bucket) == []
 
 
 def test_a_slimmed_save_is_uploaded(root: Path, tmp_path: Path) -> None:
-    """By hand, after its optimizer was dropped on the node: the bucket has its weights, whole."""
+    """`upload` of a checkpoint whose optimizer the node has dropped: the bucket has the weights, intact."""
     url = f"file://{tmp_path}/bucket"
     (tmp_path / "bucket").mkdir()
     writer = ReplicatedWriter(root, copies=1)

@@ -1,4 +1,4 @@
-"""Two jobs and one bucket, or one directory: neither takes the other's files for its own."""
+"""Two jobs share one bucket or one directory: neither treats the other's files as its own."""
 
 import time
 import warnings
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @contextmanager
 def saved_unseen(root: Path, where: Mapping[str, Any], moto: Server) -> Iterator[ReplicatedWriter]:
-    """The writer of a step-1 that was saved while the bucket could not be asked; it answers now."""
+    """Saves step-1 while the bucket is unreachable. Yields the writer once the bucket is reachable again."""
     with faulty_bucket(moto) as proxy, warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicatedCkptWarning)
         proxy.away()
@@ -44,10 +44,12 @@ def saved_unseen(root: Path, where: Mapping[str, Any], moto: Server) -> Iterator
         yield writer
 
 
-def test_what_another_run_has_there_is_not_taken_for_this_save(
+def test_another_runs_checkpoint_in_the_bucket_is_not_taken_for_this_save(
     root: Path, tmp_path: Path, where: Mapping[str, Any], moto: Server
 ) -> None:
-    """It is newer, and stays. `wait` says once that this save is in no bucket, and what to do; the nodes have it."""
+    """The bucket has another run's newer step-1, and keeps it. `wait` raises once and names the next step. The nodes
+    keep this run's step-1.
+    """
     other = tmp_path / "other"
     with mock.patch.object(time, "time", return_value=time.time() + 365 * 86400):
         save(ReplicatedWriter(other, ack="object", **where), "step-1", 1)
@@ -61,10 +63,12 @@ def test_what_another_run_has_there_is_not_taken_for_this_save(
     assert_loads(ReplicatedReader(**where), "step-1", 1)
 
 
-def test_what_an_older_run_has_there_is_not_replaced_by_a_save_that_may_not_overwrite(
+def test_a_save_that_may_not_overwrite_does_not_replace_an_older_runs_checkpoint_in_the_bucket(
     root: Path, tmp_path: Path, where: Mapping[str, Any], moto: Server
 ) -> None:
-    """The bucket could not be asked at the save. Its upload came later, and took away what the other run had there."""
+    """The bucket was unreachable at a save with `overwrite=False`: its later upload does not replace the other run's
+    checkpoint.
+    """
     other = tmp_path / "other"
     save(ReplicatedWriter(other, ack="object", **where), "step-1", 1)
     stop_agent(other)
@@ -76,7 +80,7 @@ def test_what_an_older_run_has_there_is_not_replaced_by_a_save_that_may_not_over
 
 @pytest.mark.parametrize("below", ["", "/bucket", "/.."])
 def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
-    """In one directory the commit there would write over the node's own `.metadata`."""
+    """A `file://` bucket inside the root, or around it, is refused: its commits would replace the node's `.metadata`."""
     root = tmp_path / "node"
     with pytest.raises(ConfigInvalid, match="lie one inside the other"):
         ReplicatedWriter(root, object_store=f"file://{root}{below}")
@@ -84,7 +88,7 @@ def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
 
 
 def test_a_store_is_no_bucket(tmp_path: Path) -> None:
-    """A load that took a node's root for one said that its commit marks are damaged."""
+    """A node's store as `object_store` is refused. Before, a load reported damaged commit marks."""
     dcp.save(contents(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "node", copies=1))
     reader = ReplicatedReader(object_store=f"file://{tmp_path}/node")
     with pytest.raises(CheckpointNotFound, match="is a node's store, not a bucket"):
@@ -98,7 +102,7 @@ def test_a_store_is_no_bucket(tmp_path: Path) -> None:
 def test_a_mark_never_stands_beside_shards_of_another_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """Both found the name free: what one had brought went under the other's shard, and was believed to be there still."""
+    """Two uploads to one free id interleave: no mark is committed with shards of the other save."""
     monkeypatch.setattr(uploader_module, "SHARDS_PARALLEL", at_once)
     url = f"file://{tmp_path}/bucket/run"
     (first, *_), (second, *_) = sides = [uploading(tmp_path / name, url) for name in ("first", "second")]
@@ -114,14 +118,14 @@ def test_a_mark_never_stands_beside_shards_of_another_save(
         if len(arrived) == 1:
             second.round()
         elif len(arrived) == 2:
-            raise StoreUnavailable(url, "write", shard(1), "the second one is cut before its other shard")
+            raise StoreUnavailable(url, "write", shard(1), "the second upload is cut before its other shard")
 
     with failpoints.arm("upload.shard-arrived", cross):
         first.round()
     bucket = sides[0][2].bucket(url)
     if at_once == 1:
         assert len(arrived) == 3
-        assert bucket.save_of("step-1") is None, "one of its shards is the other's"
+        assert bucket.save_of("step-1") is None, "one of the shards is the other save's"
     assert list(BucketInspector(bucket).inspect()) == []
     for uploader in (first, second):
         uploader.try_now()
@@ -133,7 +137,9 @@ def test_a_mark_never_stands_beside_shards_of_another_save(
 
 
 def test_a_mark_never_stands_beside_the_manifest_of_another_save(tmp_path: Path) -> None:
-    """The other job had looked before this one's shards were there, and its manifest arrived between manifest and mark."""
+    """Another job's manifest replaces this upload's before its commit: the committed checkpoint still has its own
+    manifest.
+    """
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
@@ -150,8 +156,8 @@ def test_a_mark_never_stands_beside_the_manifest_of_another_save(tmp_path: Path)
 
 @pytest.mark.parametrize("name", [".manifest.json", shard(0)])
 @pytest.mark.parametrize("is_deleted", [True, False])
-def test_what_is_damaged_there_is_brought_again_by_an_order(tmp_path: Path, name: str, *, is_deleted: bool) -> None:
-    """The mark was there, and objects of the right sizes: the order said that it is committed, and it did not load."""
+def test_an_order_uploads_damaged_objects_again(tmp_path: Path, name: str, *, is_deleted: bool) -> None:
+    """An order to upload replaces objects that were deleted or damaged after the commit, although the mark is there."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)

@@ -1,4 +1,4 @@
-"""A linked file is copied inside the bucket: no byte of it is uploaded again, and every checkpoint there is whole."""
+"""The agent copies a linked file inside the bucket instead of uploading it again. Every checkpoint there is complete."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +23,12 @@ from tests.buckets.weak import WeakStore
 from tests.object_tier.test_uploader import uploading
 
 NAME = "__0_3.distcp"
-"""That of unchanged entries."""
+"""A name of a file of unchanged entries."""
 SIZE = 11 << 20
 
 
 def link(store: LocalStore, before: Manifest) -> Manifest:
-    """The next checkpoint, whose one shard is a link of that of the last one."""
+    """Commits the next checkpoint, whose one shard is a hard link to the previous checkpoint's shard."""
     number = before.sequence + 1
     ((name, entry),) = before.shards.items()
     manifest = replace(
@@ -44,7 +44,7 @@ def link(store: LocalStore, before: Manifest) -> Manifest:
 
 
 def begin(folder: Path, url: str, *, sent_bytes: int = SIZE) -> tuple[Uploader, NodeService, UploadBook, Manifest]:
-    """A node whose step-2 is in the bucket, with a file of unchanged entries. step-1 has the same file there."""
+    """A node with step-1 and step-2 in the bucket, which share a file of unchanged entries."""
     uploader, service, book = uploading(folder, url)
     first = checkpointed([service.store], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=SIZE, url=url)
     second = link(service.store, first)
@@ -54,7 +54,7 @@ def begin(folder: Path, url: str, *, sent_bytes: int = SIZE) -> tuple[Uploader, 
 
 
 def check(bucket: Bucket, service: NodeService, *manifests: Manifest) -> None:
-    """Each of these is committed in the bucket with the bytes that the node has, and the node is as it was."""
+    """Each checkpoint is committed in the bucket with the node's bytes, and the node's store is intact."""
     for manifest in manifests:
         save = bucket.save_of(manifest.checkpoint_id)
         assert save is not None
@@ -66,14 +66,14 @@ def check(bucket: Bucket, service: NodeService, *manifests: Manifest) -> None:
 
 
 def upload_next(uploader: Uploader, service: NodeService, before: Manifest) -> tuple[Manifest, int]:
-    """The next checkpoint, and the bytes that its upload sent."""
+    """Uploads the next checkpoint. Returns its manifest, and the number of bytes sent."""
     sent, manifest = uploader.bytes_sent, link(service.store, before)
     uploader.round()
     return manifest, uploader.bytes_sent - sent
 
 
 def test_a_share_gets_links(tmp_path: Path) -> None:
-    """Of a `file://` bucket; any checkpoint there may be removed."""
+    """In a `file://` bucket the next checkpoint gets links, and the older ones may be removed."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, book, second = begin(tmp_path / "node", url)
     bucket = book.bucket(url)
@@ -92,16 +92,16 @@ def test_a_share_gets_links(tmp_path: Path) -> None:
 def uploading_to(
     server: Server, name: str, folder: Path, *, sent_bytes: int = SIZE
 ) -> tuple[Uploader, NodeService, Bucket, Manifest]:
-    """As `begin`, to a bucket of S3."""
+    """Like `begin`, with an S3 bucket."""
     target = ObjectTarget.check_supported(f"s3://{server.make_bucket(name)}/run", server.storage_options())
     with mock.patch.object(ObjectTarget, "check_supported", return_value=target):
         uploader, service, book, second = begin(folder, target.url, sent_bytes=sent_bytes)
     return uploader, service, book.bucket(target.url), second
 
 
-@pytest.mark.parametrize("part_bytes", [5 << 20, 512 << 20], ids=["parts", "once"])
+@pytest.mark.parametrize("part_bytes", [5 << 20, 512 << 20], ids=["parts", "one request"])
 def test_s3_copies(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    """In one request, or in parts."""
+    """An S3 bucket copies the file in one request or in parts, and no byte is sent."""
     for module in (parts, s3):
         monkeypatch.setattr(module, "COPY_PART_BYTES", part_bytes)
     uploader, service, bucket, second = uploading_to(moto, f"copies-{part_bytes}", tmp_path / "node")
@@ -110,8 +110,8 @@ def test_s3_copies(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check(bucket, service, second, third)
 
 
-def test_a_store_that_ignores_what_a_copy_is_gets_the_bytes(weak_store: WeakStore, tmp_path: Path) -> None:
-    """It writes an empty object, which no look takes for the shard."""
+def test_a_store_that_ignores_copies_gets_the_bytes(weak_store: WeakStore, tmp_path: Path) -> None:
+    """A store that ignores the copy header writes an empty object: the agent detects that, and uploads the bytes."""
     uploader, service, bucket, second = uploading_to(weak_store, "no-copies", tmp_path / "node", sent_bytes=2 * SIZE)
     third, sent = upload_next(uploader, service, second)
     assert sent >= SIZE
@@ -125,12 +125,12 @@ def lose_source(bucket: Bucket) -> None:
 
 
 def replace_source(bucket: Bucket) -> None:
-    """Other bytes of the same size, as of another job."""
+    """Writes other bytes of the same size, as another job would."""
     bucket.client.put(f"step-2/{NAME}", bytes(bucket.client.size_bytes(f"step-2/{NAME}")))
 
 
 @pytest.mark.parametrize("change", [lose_source, replace_source])
-def test_what_is_not_the_same_object_any_more_is_uploaded(tmp_path: Path, change: object) -> None:
+def test_a_changed_or_removed_source_is_uploaded(tmp_path: Path, change: object) -> None:
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, book, second = begin(tmp_path / "node", url)
     assert callable(change)
@@ -141,7 +141,7 @@ def test_what_is_not_the_same_object_any_more_is_uploaded(tmp_path: Path, change
 
 
 def test_a_file_that_was_written_anew_is_uploaded(tmp_path: Path) -> None:
-    """A repaired copy, say: it is another file. So is one of a restarted agent, which knows none."""
+    """A file with the same bytes but another inode, such as a repaired copy, is uploaded."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, book, second = begin(tmp_path / "node", url)
     path = service.store.root / "step-2" / NAME

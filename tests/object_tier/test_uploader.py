@@ -1,4 +1,4 @@
-"""The uploader by itself, round by round, on stores made by hand."""
+"""Rounds of the uploader without an agent, on stores made by hand."""
 
 import json
 import threading
@@ -34,8 +34,8 @@ from tests.buckets.servers import Server
 from tests.cli.commands import command
 
 
-class LongHours(Pace):
-    """Each piece takes most of the time that an agent stays for an upload that does not move."""
+class SlowPace(Pace):
+    """A pace at which each piece takes 0.8 of `BUSY_S`, the time that an agent stays for a stalled upload."""
 
     def __init__(self) -> None:
         super().__init__(1.0, threading.Event())
@@ -50,10 +50,10 @@ class LongHours(Pace):
 
 
 def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -> None:
-    """However long a single shard takes, as long as its parts leave one after the other."""
+    """An agent stays for an upload while its parts make progress, however long the shard takes in all."""
     store = LocalStore(tmp_path / "node")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
-    pace, targets = LongHours(), UploadBook(store.agent_directory())
+    pace, targets = SlowPace(), UploadBook(store.agent_directory())
     target = ObjectTarget.check_supported(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
     targets.learn(target)
     uploader = pace.uploader = Uploader(
@@ -77,8 +77,8 @@ def uploading(
     return Uploader(service, targets, pace, SilenceTimeouts(), stopping, lambda *_: None, clock), service, targets
 
 
-def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
-    """A save that this node's user has removed is not brought to the bucket, also while a load keeps it on the node."""
+def test_a_save_removed_before_its_upload_is_not_uploaded(tmp_path: Path) -> None:
+    """A save that the user removed before its upload is not uploaded, even while a load keeps its files on the node."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
@@ -89,8 +89,10 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     assert not uploader.node_report().uploading
 
 
-def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path) -> None:
-    """The request for a shard took longer than `rm` waits, and the other node, which keeps the save, has committed it."""
+def test_a_removal_here_keeps_what_another_node_has_committed(tmp_path: Path) -> None:
+    """A save is removed on this node while another node, which keeps it, commits its upload: the bucket keeps the
+    checkpoint.
+    """
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "here", url)
     other, mark = LocalStore(tmp_path / "there"), tmp_path / "bucket" / "run" / "step-1" / ".metadata"
@@ -116,8 +118,10 @@ def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path)
 
 
 @pytest.mark.parametrize("has_own_prefix", [True, False])
-def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_own_prefix: bool) -> None:
-    """The bucket could not be asked at the save, or stock came later: it stays, and the upload says why it ends."""
+def test_an_unseen_checkpoint_of_stock_torch_is_not_overwritten(tmp_path: Path, has_own_prefix: bool) -> None:
+    """The bucket has a checkpoint of stock torch that the save did not see: the upload ends with an error. A later save
+    that saw it replaces it.
+    """
     url, there = f"file://{tmp_path}/bucket/run", tmp_path / "bucket" / "run" / "step-1"
     there.mkdir(parents=True)
     stock = {".metadata": b"a pickle of stock's" * 20, "__0_0.distcp": b"x" * 3000}
@@ -139,13 +143,13 @@ def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_o
     uploader.round()
     found = targets.bucket(url).save_of("step-1")
     assert found is not None
-    assert found.save_id == newer.save_id, "a save that was to go over it"
+    assert found.save_id == newer.save_id, "the save that saw stock torch's checkpoint replaces it"
     assert findings(service.store) == []
 
 
 @pytest.mark.parametrize("point", ["upload.shard-arrived", "upload.manifest-put", "upload.marked"])
-def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, point: str) -> None:
-    """The removal has looked into the bucket before: the upload itself takes back what it has brought since."""
+def test_a_save_removed_during_its_upload_leaves_nothing_in_the_bucket(tmp_path: Path, point: str) -> None:
+    """A save is removed on the node during its upload: the upload removes its files from the bucket."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, _ = uploading(tmp_path / "node", url)
     shards = {shard(0): (0,), shard(1): (0,)}
@@ -157,17 +161,19 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
 
     with failpoints.arm(point, remove):
         uploader.round()
-    assert list(service.store.catalog.committed()) == [], "the upload has come to that point"
+    assert list(service.store.catalog.committed()) == [], "the upload reached that point"
     assert [path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()] == []
     assert not uploader.is_busy
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("has_own_prefix", [False, True])
-def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
+def test_a_save_removed_between_two_parts_leaves_no_unfinished_upload(
     moto: Server, tmp_path: Path, *, has_own_prefix: bool
 ) -> None:
-    """Its parts are in no listing of the bucket, and are paid for."""
+    """A removal between two parts aborts the multipart upload. Unfinished parts appear in no listing of objects, but
+    are charged.
+    """
     bucket, store = moto.make_bucket(f"between-parts-{int(has_own_prefix)}"), LocalStore(tmp_path / "node")
     target = ObjectTarget.check_supported(f"s3://{bucket}/run", moto.storage_options())
     targets = UploadBook(store.agent_directory())
@@ -179,7 +185,7 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
     stopping = threading.Event()
     uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), SilenceTimeouts(), stopping, lambda *_: None)
     removals: list[threading.Thread] = []
-    holds = threading.Event()
+    is_paused = threading.Event()
 
     def remove() -> None:
         with uploader.paused.hold(manifest.save_id):
@@ -189,9 +195,9 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
         if not removals:
             removals.append(threading.Thread(target=remove))
             removals[0].start()
-            wait_for(lambda: is_locked(uploader, manifest.save_id), 30, "the removal holds it")
-            holds.set()
-        holds.wait(30)
+            wait_for(lambda: is_locked(uploader, manifest.save_id), 30, "the removal has paused the upload")
+            is_paused.set()
+        is_paused.wait(30)
 
     with failpoints.arm("upload.part-sent", begin_removal):
         uploader.round()
@@ -210,8 +216,8 @@ def is_locked(uploader: Uploader, save_id: str) -> bool:
 
 
 @pytest.mark.timeout(60)
-def test_two_shards_of_a_node_are_brought_at_once(tmp_path: Path) -> None:
-    """What one costs in round trips goes on next to the bytes of the other: each has arrived before either is done."""
+def test_two_shards_of_a_node_are_uploaded_at_once(tmp_path: Path) -> None:
+    """The uploader sends two shards of a node concurrently: each arrives before either is done."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     shards = {shard(rank): (0,) for rank in range(4)}
@@ -229,8 +235,10 @@ def test_two_shards_of_a_node_are_brought_at_once(tmp_path: Path) -> None:
     assert (there.save_id, set(there.sizes)) == (manifest.save_id, set(shards))
 
 
-def test_an_agent_that_was_stopped_in_its_commit_takes_no_newer_mark_away(tmp_path: Path) -> None:
-    """Where a store has no conditional writes, its mark went over that of a newer save, and had no shards any more."""
+def test_an_agent_stopped_in_its_commit_removes_no_newer_save(tmp_path: Path) -> None:
+    """In a store without conditional writes, an agent resumes its commit after a newer save has committed: the newer
+    save stays, intact.
+    """
     url = f"file://{tmp_path}/bucket/run"
     (old, *_), (new, *_) = sides = [uploading(tmp_path / name, url) for name in ("old", "new")]
     for number, (_, service, _) in enumerate(sides, 1):
@@ -251,13 +259,15 @@ def test_an_agent_that_was_stopped_in_its_commit_takes_no_newer_mark_away(tmp_pa
     new.order(there.save_id, url)
     new.round()
     left = {path.parent.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()}
-    assert left == {"step-1", there.save_id}, "what the old one has brought goes"
+    assert left == {"step-1", there.save_id}, "the older save's files are removed"
 
 
-def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
+def test_a_save_removed_during_its_commit_is_removed_from_the_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The removal came while it was being committed there: it is taken out again, and not brought a second time."""
+    """A save is removed on the node while its upload commits: the upload removes the checkpoint from the bucket, and
+    does not repeat.
+    """
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
@@ -277,13 +287,13 @@ def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     assert not uploader.is_busy
 
 
-def test_a_shard_goes_there_in_parts_without_threads(
+def test_a_shard_is_uploaded_in_parts_without_threads(
     moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system gives none, the uploader's own thread sends one part after the other."""
+    """If the system starts no threads, the uploader's own thread sends the parts in sequence."""
 
     def start(thread: threading.Thread) -> None:
-        if "_work" in thread.name:  # of a fan-out
+        if "_work" in thread.name:  # a thread of a fan-out
             raise RuntimeError("can't start new thread")
         start_really(thread)
 
@@ -301,9 +311,10 @@ def test_a_shard_goes_there_in_parts_without_threads(
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Whether the save is in the one that its manifest names, or on its way there; it is not said to be done before.
+    """An order to a second bucket, given before, during or after the upload to the first, stays pending until the
+    second has the save.
 
-    Nor is it said to be in the first one: that comes next.
+    The save is reported as uploaded only once the first bucket has it, too.
     """
     first, second = f"file://{tmp_path}/first", f"file://{tmp_path}/second"
     uploader, service, targets = uploading(tmp_path / "node", first)
@@ -335,8 +346,8 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     assert uploader.node_report().uploaded == {manifest.save_id}
 
 
-class Cut(Pace):
-    """Lets nothing pass: the connection is lost before the first part."""
+class CutPace(Pace):
+    """A pace that fails every request: the connection is lost before the first part."""
 
     def take(self, size_bytes: int) -> None:
         raise StoreUnavailable("the bucket", "write", "a part", f"cut before {size_bytes} bytes")
@@ -346,7 +357,9 @@ class Cut(Pace):
 def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
     moto: Server, tmp_path: Path, *, is_restarted: bool
 ) -> None:
-    """Its order and the notes by which it would go on: the save is gone before its upload has ended."""
+    """After the save of an unfinished upload was overwritten, the uploader deletes its order and its record, also after
+    a restart.
+    """
     store, stopping = LocalStore(tmp_path / "node"), threading.Event()
     service, targets = NodeService(store), UploadBook(store.agent_directory())
     target = ObjectTarget.check_supported(
@@ -355,7 +368,7 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
     targets.learn(target)
 
     def start_uploader() -> Uploader:
-        return Uploader(service, targets, Cut(1.0, stopping), SilenceTimeouts(), stopping, lambda *_: None)
+        return Uploader(service, targets, CutPace(1.0, stopping), SilenceTimeouts(), stopping, lambda *_: None)
 
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
     uploader = start_uploader()
@@ -373,8 +386,8 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
     assert uploader.status()["pending"] == {}
 
 
-def test_a_shard_that_was_deleted_there_is_brought_again(tmp_path: Path) -> None:
-    """By an order, as the runbook says: the mark is there, and the save was called committed without its shard."""
+def test_an_order_uploads_a_shard_that_was_deleted_in_the_bucket(tmp_path: Path) -> None:
+    """A shard was deleted from the bucket after the commit: an order, as in the runbook, uploads it again."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     shards = {shard(0): (0,), shard(1): (0,)}
@@ -390,8 +403,8 @@ def test_a_shard_that_was_deleted_there_is_brought_again(tmp_path: Path) -> None
     assert state.state == "committed"
 
 
-def test_what_was_replaced_there_goes_after_a_lost_answer(tmp_path: Path) -> None:
-    """The agent that wrote the mark did not hear of it, or ended: of what it replaced, nothing told any more."""
+def test_what_a_commit_replaced_is_removed_after_a_lost_answer(tmp_path: Path) -> None:
+    """The answer to a commit is lost: the next round removes what the commit replaced. Other unfinished uploads stay."""
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
 
@@ -419,8 +432,10 @@ def test_what_was_replaced_there_goes_after_a_lost_answer(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "bucket/run/step-1").iterdir() if path.is_file()] == [".metadata"]
 
 
-def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: Path) -> None:
-    """Not at once: the newer one may get whole, and it would have been brought in vain."""
+def test_a_replaced_version_is_uploaded_if_the_newer_one_stays_incomplete(tmp_path: Path) -> None:
+    """A newer save stays incomplete for `lost_after_s`: the uploader then uploads the version that it replaced, not
+    earlier.
+    """
     url, now = f"file://{tmp_path}/bucket/run", [1000.0]
     uploader, service, targets = uploading(tmp_path / "node", url, lambda: now[0])
     stores = [service.store, LocalStore(tmp_path / "lost")]
@@ -442,8 +457,10 @@ def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: P
     assert findings(service.store) == []
 
 
-def test_a_node_tells_of_an_upload_when_it_has_nothing_of_the_save_any_more(tmp_path: Path) -> None:
-    """Else a node that has not looked into the bucket since would wait for it, and bring copies to this one again."""
+def test_a_node_reports_an_upload_after_it_retired_the_save(tmp_path: Path) -> None:
+    """After a node retired an uploaded save, its report lists the save until `TOLD_MAX` newer uploads. Otherwise other
+    nodes would wait for it.
+    """
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
@@ -457,8 +474,10 @@ def test_a_node_tells_of_an_upload_when_it_has_nothing_of_the_save_any_more(tmp_
         uploader.round()
 
 
-def test_what_a_newer_save_in_the_bucket_has_replaced_is_not_waited_for(tmp_path: Path) -> None:
-    """A node comes back with what tells of it, and its shards are gone: retention would keep that for ever."""
+def test_an_upload_that_a_newer_save_in_the_bucket_replaced_is_dropped(tmp_path: Path) -> None:
+    """A node has only a manifest of a save whose shards are lost, and the bucket has a newer save of that id: the
+    upload is dropped.
+    """
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, _ = uploading(tmp_path / "node", url)
     stores = [service.store, LocalStore(tmp_path / "lost")]
@@ -473,7 +492,7 @@ def test_what_a_newer_save_in_the_bucket_has_replaced_is_not_waited_for(tmp_path
 
 
 def test_a_bucket_that_hangs_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that waits for it one is tried in a round; what is ordered to another bucket does not wait for the rest."""
+    """A round tries only one save of a hanging bucket, and carries out an order to another bucket."""
     away, there = f"file://{tmp_path}/away", f"file://{tmp_path}/there"
     uploader, service, targets = uploading(tmp_path / "node", away)
     targets.learn(ObjectTarget.check_supported(there, {}))
@@ -504,15 +523,15 @@ def test_a_bucket_that_hangs_holds_up_no_other(tmp_path: Path, monkeypatch: pyte
     assert asked == ["step-4"]
     assert targets.bucket(there).save_of("step-1") is not None
     pending = dict(uploader.status()["pending"])
-    assert pending.pop(manifests[0].save_id)["url"] == away, (
-        "its order is over, and it waits for the bucket of its save"
-    )
+    assert pending.pop(manifests[0].save_id)["url"] == away, "the order is done, and the save waits for its own bucket"
     assert all("it hangs" in upload["error"] for upload in pending.values())
     assert len(pending) == 3
 
 
 def test_an_upload_that_cannot_end_fails_at_once(tmp_path: Path) -> None:
-    """No peer names a bucket to a node: shards on nodes without the order are named with them. One more order ends it."""
+    """Nodes do not learn of a bucket from peers: `upload` fails and names the nodes without the order. A second order
+    there completes the upload.
+    """
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     url = f"file://{tmp_path}/bucket"
@@ -533,11 +552,15 @@ def test_an_upload_that_cannot_end_fails_at_once(tmp_path: Path) -> None:
 
 
 def test_an_upload_that_waits_names_what_it_waits_for(tmp_path: Path) -> None:
-    """Another node cannot bring a shard: how many are there, and which of which node is not, meanwhile and in the error."""
+    """Another node cannot upload a shard: progress lines and the error state how many shards arrived, and which node's
+    shard is missing.
+    """
     here, other = nodes = stores(tmp_path, 2)
     url = f"file://{tmp_path}/bucket"
     checkpointed(nodes, 1, {shard(0): (0,), shard(1): (1,)}, copies=1)
-    (tmp_path / "bucket" / "step-1" / shard(1)).mkdir(parents=True)  # no file can be written there
+    (tmp_path / "bucket" / "step-1" / shard(1)).mkdir(
+        parents=True
+    )  # a directory in place of the object: the shard cannot be written
     with agents(nodes):
         order = ("upload", "step-1", "--to", url, "--root")
         assert command(*order, other.root, "--no-wait").returncode == ExitCode.OK

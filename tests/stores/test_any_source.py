@@ -1,4 +1,4 @@
-"""One shard at several nodes: each byte from any node that has it intact, and no waiting for one that fell silent."""
+"""One shard on several nodes: each byte comes from any node with an intact copy, without waiting for a silent node."""
 
 import errno
 from collections.abc import Callable
@@ -17,7 +17,7 @@ EXPECTED = Expected(len(RAW), crc32c(RAW))
 
 
 class Copy(VerifiedShard):
-    """A copy in memory that counts how often it is read, and does not answer once it is cut off."""
+    """A copy in memory that counts its reads, and raises on reads after it is cut off."""
 
     def __init__(self, node: str) -> None:
         self.reads = 0
@@ -39,7 +39,7 @@ class Copy(VerifiedShard):
             target[0] ^= 1
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def sources_of(copies: dict[str, Copy], silent: set[str], failures: list[str]) -> AnySource:
@@ -57,7 +57,9 @@ def read(source: AnySource, offset: int, length: int) -> bytes:
 
 
 def test_an_opened_source_that_fell_silent_elsewhere_is_not_waited_for() -> None:
-    """Another shard met the time-out: this one goes on at the next node at once, and loses no source by it."""
+    """Another shard's time-out marked node a as silent: this shard continues at node b at once, and keeps a as a
+    source.
+    """
     copies, silent, failures = {"a": Copy("a"), "b": Copy("b")}, set[str](), list[str]()
     source = sources_of(copies, silent, failures)
     assert read(source, 0, 1024) == DATA[0:1024]
@@ -70,8 +72,8 @@ def test_an_opened_source_that_fell_silent_elsewhere_is_not_waited_for() -> None
     assert failures == []
 
 
-def test_a_silent_node_is_asked_where_nobody_else_is_left() -> None:
-    """It may answer again, and it is better waited for than given up."""
+def test_a_silent_node_is_asked_if_no_other_is_left() -> None:
+    """If every other source fails, the silent node is asked."""
     copies, silent, failures = {"a": Copy("a"), "b": Copy("b")}, {"a"}, list[str]()
     source = sources_of(copies, silent, failures)
     assert read(source, 0, 10) == DATA[0:10]
@@ -82,7 +84,7 @@ def test_a_silent_node_is_asked_where_nobody_else_is_left() -> None:
 
 
 def test_a_node_that_falls_silent_while_another_is_asked_comes_last() -> None:
-    """The order is looked up again for each source: what was learned during the last time-out counts."""
+    """A node that falls silent during a read from another node is not asked next."""
     copies, silent, failures = {node: Copy(node) for node in "abc"}, set[str](), list[str]()
     source = sources_of(copies, silent, failures)
     assert read(source, 0, 10) == DATA[0:10]
@@ -95,7 +97,7 @@ def test_a_node_that_falls_silent_while_another_is_asked_comes_last() -> None:
 
 
 class File(VerifiedShard):
-    """A file in memory, of any length, that is opened as it is asked for."""
+    """A file in memory of any length."""
 
     def __init__(self, node: str, raw: bytes, expected: Expected) -> None:
         self._raw = raw
@@ -107,7 +109,7 @@ class File(VerifiedShard):
         target[:] = self._raw[offset : offset + len(target)]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def files(*raws: bytes, rebuilt: Tables | None = None) -> AnySource:
@@ -130,25 +132,27 @@ FOOTER = len(DATA) + 2
 
 @pytest.mark.parametrize("raw", [flipped(FOOTER), RAW + b"more", flipped(*range(FOOTER, len(RAW) - 24))])
 def test_intact_data_under_a_damaged_footer_is_read(raw: bytes) -> None:
-    """The only copy has a bad or a grown footer: its data is believed if it is what was saved."""
+    """The only copy has a damaged or extended footer: its data is read if it matches the file's checksum."""
     assert read(files(raw), 0, len(DATA)) == DATA
 
 
 @pytest.mark.parametrize("cut", [1, 5, 24, 28])
 def test_intact_data_without_its_footer_is_read(cut: int) -> None:
-    """Nothing of the footer is needed where the blocks have the size that all are written with."""
+    """With the usual block size, data is read although its footer is truncated."""
     raw = DATA + table_of([DATA]).encode()
     expected = Expected(len(raw), crc32c(raw))
     source = AnySource([Source("a", expected, lambda asked: File("a", raw[:-cut], asked))], lambda *_: None)
     assert read(source, 0, len(DATA)) == DATA
 
 
-def test_a_footer_whose_block_size_is_damaged_is_made_as_it_was() -> None:
-    """One block of any size from its own length on: each has the same checksum of the whole file."""
+def test_a_footer_with_a_damaged_block_size_is_rebuilt() -> None:
+    """A shard of one block has one footer for every block size from its length on. The rebuilt footer is the original
+    one.
+    """
     data = DATA[:1000]
     table = table_of([data])
     raw = bytearray(data + table.encode())
-    raw[-16] ^= 1  # the lowest bit of the block size, behind which lie the size of the data and a checksum
+    raw[-16] ^= 1  # the lowest bit of the block size; the size of the data and a checksum follow
     rebuilt: Tables = {}
     expected = Expected(len(raw), table.file_crc())
     source = AnySource(
@@ -158,8 +162,8 @@ def test_a_footer_whose_block_size_is_damaged_is_made_as_it_was() -> None:
     assert list(rebuilt.values()) == [table]
 
 
-def test_a_footer_that_was_made_anew_is_made_once() -> None:
-    """It takes reading the whole shard, so the readers of one load share it."""
+def test_a_footer_is_rebuilt_once() -> None:
+    """Readers of one load share a rebuilt footer, because rebuilding reads the whole shard."""
     rebuilt: Tables = {}
     assert read(files(flipped(FOOTER), rebuilt=rebuilt), 0, 10) == DATA[:10]
     assert list(rebuilt) == [EXPECTED]
@@ -169,21 +173,21 @@ def test_a_footer_that_was_made_anew_is_made_once() -> None:
 
 
 def test_another_copys_footer_opens_a_file() -> None:
-    """One copy has the footer and a bad block, the other the block and a bad footer: together they are whole."""
+    """One copy has a bad block, the other a bad footer: together they are read completely."""
     assert read(files(flipped(100), flipped(FOOTER, 5000)), 0, len(DATA)) == DATA
     assert read(files(flipped(9000), RAW[:8000]), 0, 8000) == DATA[:8000]
     assert files(flipped(100), flipped(FOOTER, 100)).read(0, 10) is None
 
 
-def test_damaged_data_is_believed_under_no_footer() -> None:
-    """Where footer and data are bad on every copy nothing is given out."""
+def test_damaged_data_is_never_returned() -> None:
+    """If footer and data are damaged on every copy, no byte is returned."""
     for raw in (flipped(FOOTER, 100), RAW[:100], b"", bytes(len(RAW))):
         assert files(raw).read(0, 10) is None
         assert files(raw).any_opened() is None
 
 
-def test_what_is_read_to_given_memory_outlives_the_next_read() -> None:
-    """Where whole blocks do not fit into it, too: a thread that fetches ahead reads on while the rank copies."""
+def test_given_memory_is_not_changed_by_the_next_read() -> None:
+    """A range read into given memory is not changed by the next read, also if whole blocks do not fit into that memory."""
     source = sources_of({"a": Copy("a")}, set(), [])
     memory = [memoryview(bytearray(100)) for _ in range(2)]
     found = [source.read(start, 100, memory[number]) for number, start in enumerate((0, 1000))]
@@ -191,8 +195,10 @@ def test_what_is_read_to_given_memory_outlives_the_next_read() -> None:
     assert memory == found
 
 
-def test_a_source_of_wrong_bytes_alone_is_not_asked_first_for_ever() -> None:
-    """It costs two reads in vain each time; one with a bad block among good ones keeps its place."""
+def test_a_source_of_only_wrong_bytes_loses_its_place() -> None:
+    """A source with `BAD_READS_MAX` more wrong reads than good ones is asked last. A source with some bad blocks keeps
+    its place.
+    """
     copies = {"a": Copy("a"), "b": Copy("b")}
     source = sources_of(copies, set(), [])
     copies["a"].bad_blocks = set(range(10))
@@ -208,7 +214,9 @@ def test_a_source_of_wrong_bytes_alone_is_not_asked_first_for_ever() -> None:
 
 
 def test_a_disk_that_fails_is_asked_once_and_then_only_for_what_no_other_has() -> None:
-    """However much it has read before: a disk may take seconds for each block that it does not read."""
+    """After one read error a disk is asked only for blocks that no other source has, because each error may take
+    seconds.
+    """
     copies, failures = {"a": Copy("a"), "b": Copy("b")}, list[str]()
     source = sources_of(copies, set(), failures)
     copies["a"].unread_blocks = set(range(4, 10))

@@ -1,4 +1,4 @@
-"""Bytes that a disk does not read any more are damaged ones: those around them are used, and the node is told."""
+"""Unreadable sectors count as damage: the bytes around them are used, and the damage is reported."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ PAGE_BYTES = 4096
 
 @contextmanager
 def losing(*lost: tuple[Path, int]) -> Iterator[None]:
-    """The disk has lost the byte at each of these places: reading it fails; sendfile sends what is before it first."""
+    """Reads of the byte at each of these places fail. sendfile first sends the bytes before it."""
     preadv, sendfile = os.preadv, os.sendfile
 
     def readable_bytes(fd: int, offset: int, size: int) -> int:
@@ -79,7 +79,7 @@ def expected_of(manifest: Manifest) -> Expected:
 
 
 def sources_of(stores: list[LocalStore], agent: AgentAddress, manifest: Manifest, bad: list[str]) -> AnySource:
-    """The first store's own disk, and the second one's agent."""
+    """The first store's disk and the second store's agent as sources."""
     save = "step-1", manifest.save_id, SHARD
 
     def at_home(expected: Expected) -> VerifiedShard:
@@ -89,7 +89,7 @@ def sources_of(stores: list[LocalStore], agent: AgentAddress, manifest: Manifest
         return PeerShard(AgentClient(agent), *save, expected)
 
     def note(node: str, error: ReplicatedCkptError) -> None:
-        assert isinstance(error, ObjectCorrupt), error  # else its agent would not be told to read the file again
+        assert isinstance(error, ObjectCorrupt), error  # only ObjectCorrupt makes the agent read the file again
         bad.append(node)
 
     expected = expected_of(manifest)
@@ -98,10 +98,10 @@ def sources_of(stores: list[LocalStore], agent: AgentAddress, manifest: Manifest
 
 @pytest.mark.parametrize("own", range(BLOCKS))
 @pytest.mark.parametrize("peers", range(BLOCKS))
-def test_two_copies_that_have_lost_other_sectors_are_together_whole(
+def test_two_copies_with_different_lost_sectors_are_read_together(
     stores: list[LocalStore], manifest: Manifest, own: int, peers: int, tmp_path: Path
 ) -> None:
-    """As with flipped bits: both are told of, and all is read, and copied, unless it is one block that both have lost."""
+    """Two copies have lost sectors: both are reported, and all is read and copied unless both lost the same block."""
     lost = [(path_in(stores[0]), own * BLOCK_BYTES + 5000), (path_in(stores[1]), peers * BLOCK_BYTES + 9000)]
     raw, bad = path_in(stores[0]).read_bytes(), list[str]()
     with opened_server(stores[1]) as agent, losing(*lost):
@@ -116,8 +116,8 @@ def test_two_copies_that_have_lost_other_sectors_are_together_whole(
     assert [findings(store) for store in stores] == [[], []]
 
 
-def test_lost_footers_are_taken_from_the_data(stores: list[LocalStore], manifest: Manifest) -> None:
-    """The one copy's footer cannot be read, the other one has lost a block."""
+def test_data_is_read_although_one_footer_is_lost(stores: list[LocalStore], manifest: Manifest) -> None:
+    """One copy's footer cannot be read, and the other copy has lost a block: all data is read."""
     lost = [(path_in(stores[0]), manifest.shards[SHARD].size_bytes - 20), (path_in(stores[1]), 9000)]
     raw, bad = path_in(stores[0]).read_bytes(), list[str]()
     with (
@@ -132,10 +132,12 @@ def test_lost_footers_are_taken_from_the_data(stores: list[LocalStore], manifest
 
 
 @pytest.mark.parametrize(("place", "footer_damaged"), [(-20, (SHARD,)), (9000, ())])
-def test_a_lost_footer_leaves_the_data_to_be_copied(
+def test_a_lost_footer_is_reported_apart_from_lost_data(
     stores: list[LocalStore], manifest: Manifest, place: int, footer_damaged: tuple[str, ...]
 ) -> None:
-    """An only copy whose footer alone is lost loads, and is copied: it must not count as lost, as one without a block."""
+    """The only copy has an unreadable footer: the inspection reports `footer_damaged`, so that its data still counts as
+    a source.
+    """
     inspector = Inspector(stores[0], stores[0].node_id())
     with losing((path_in(stores[0]), place % manifest.shards[SHARD].size_bytes)):
         assert [finding.name for finding in inspector.inspect()] == [SHARD]
@@ -147,7 +149,7 @@ def test_a_lost_footer_leaves_the_data_to_be_copied(
 def test_an_upload_that_meets_a_lost_sector_names_the_shard_as_damaged(
     stores: list[LocalStore], manifest: Manifest, tmp_path: Path
 ) -> None:
-    """So the node reads it again and gets a good copy; else each try of the upload would meet the sector again."""
+    """An upload that meets a lost sector raises ObjectCorrupt with the shard, so that the node replaces its copy."""
     opened = stores[0].open_file("step-1", manifest.save_id, SHARD)
     with (
         UploadSource(opened, "this node", SHARD, expected_of(manifest)) as source,

@@ -1,4 +1,4 @@
-"""Each store of this package, and the reference in memory, keeps the contracts that `replicated_ckpt.testing` ships."""
+"""Every store of this package, and the in-memory reference, passes the contracts of `replicated_ckpt.testing`."""
 
 import os
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ MEMORY = ObjectTarget.check_supported("memory://reference/one", None)
 
 
 class Files:
-    """Objects that a file system of fsspec's keeps below a path, as this process sees them past the client."""
+    """The objects of an fsspec file system below a path, read and written without the client."""
 
     def __init__(self, files: Any, path: str) -> None:
         self._files, self._path = files, path
@@ -62,7 +62,7 @@ class Files:
 
 
 class Objects:
-    """Objects in a bucket of an S3 server, asked with boto3."""
+    """The objects of an S3 bucket, read and written with boto3."""
 
     def __init__(self, server: Server, bucket: str) -> None:
         self._client, self._bucket = server.client(), bucket
@@ -90,7 +90,7 @@ class TestMemoryClient(ObjectClientContract):
 
 
 class TestRetryingClient(ObjectClientContract):
-    """A wrapper is a client."""
+    """A wrapper passes the contract of clients, too."""
 
     @pytest.fixture
     def memory(self) -> MemoryClient:
@@ -131,7 +131,7 @@ class TestFsspecMemoryClient(ObjectClientContract):
 
 
 class TestS3Client(ObjectClientContract):
-    listed_objects = 30  # each costs moto milliseconds; the weak store below has the pages
+    listed_objects = 30  # each takes moto milliseconds; the weak store below tests pages
 
     @pytest.fixture
     def bucket(self, moto: Server) -> str:
@@ -155,7 +155,7 @@ class TestS3fsClient(TestS3Client):
 
 
 class WeakObjects:
-    """Objects of a weak store, past HTTP."""
+    """The objects of a weak store, without HTTP."""
 
     def __init__(self, store: WeakStore) -> None:
         self._objects = store.objects_by_bucket["weak"]
@@ -168,7 +168,7 @@ class WeakObjects:
 
 
 class TestS3ClientOfAWeakStore(ObjectClientContract):
-    """One that ignores conditions and copies; its listings come in pages of 1,000."""
+    """A store without conditions and copies, which lists 1,000 keys per page."""
 
     has_conditions = False
     has_copies = False
@@ -180,7 +180,7 @@ class TestS3ClientOfAWeakStore(ObjectClientContract):
 
     @pytest.fixture
     def raw(self, client: ObjectClient, weak_store: WeakStore) -> RawObjects:
-        del client  # the bucket is there
+        del client  # the fixture has made the bucket
         return WeakObjects(weak_store)
 
 
@@ -210,7 +210,7 @@ class TestFileSink(SinkContract):
 
 
 class TestDirectFileSink(TestFileSink):
-    """Past the page cache where the file system can."""
+    """Writes with O_DIRECT if the file system allows it."""
 
     @pytest.fixture
     def sink(self, tmp_path: Path) -> Sink:
@@ -219,7 +219,7 @@ class TestDirectFileSink(TestFileSink):
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
-    """The agent of another node, which has a checkpoint."""
+    """The agent of another node with one checkpoint."""
     root = tmp_path_factory.mktemp("node")
     checkpointed([LocalStore(root)], 1, {SHARD: (0,)}, copies=1)
     with running_agent(root) as running:
@@ -227,7 +227,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
 
 
 class TestPeerSink(SinkContract):
-    """Through the agent of another node."""
+    """Writes through another node's agent."""
 
     @pytest.fixture
     def path(self, agent: RunningAgent) -> Path:
@@ -245,7 +245,7 @@ class TestPeerSink(SinkContract):
 
 
 class TestPeerShard(ShardContract):
-    """Through the agent of another node."""
+    """Reads through another node's agent."""
 
     @pytest.fixture(autouse=True)
     def other_node(self, agent: RunningAgent) -> None:
@@ -279,7 +279,7 @@ class TestShardFile(ShardContract):
 
 
 class FirstPage(MemoryClient):
-    """It lists all objects, and the directories of a first page alone."""
+    """A client that lists all objects, but only the first 1,000 directories."""
 
     def list_keys(self, directory: str) -> Listing:
         listing = super().list_keys(directory)
@@ -287,7 +287,9 @@ class FirstPage(MemoryClient):
 
 
 def test_a_store_that_loses_directories_fails_the_contract() -> None:
-    """A bucket's top level is directories, one for each checkpoint: those of later pages would be lost."""
+    """The contract detects a client that drops directories of later pages, which are checkpoints at a bucket's top
+    level.
+    """
     client = FirstPage(MEMORY)
     with pytest.raises(AssertionError):
         ObjectClientContract().test_a_long_listing_is_whole(client, client.objects)

@@ -1,4 +1,4 @@
-"""A connection that is cut in the middle of a range is no node that has gone: the range is asked for once more."""
+"""A connection that breaks in the middle of a range does not lose the peer: the range is requested once more."""
 
 import select
 import socket
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.timeout(60)
 SHARD = shard(0)
 DATA_BYTES = 700_000
 PASSED_BYTES = 300_000
-"""Of what the agent sends, before the connection is cut."""
+"""Bytes from the agent before the connection is cut."""
 
 
-class CuttingLine:
-    """The line to an agent, of one connection after the other. It is cut in so many answers, by a reset or an end."""
+class CuttingProxy:
+    """A proxy to an agent, for one connection at a time. It cuts `cuts_left` answers, by a reset or a close."""
 
     def __init__(self, agent: AgentAddress, *, is_reset: bool) -> None:
         self._agent = agent
@@ -39,8 +39,8 @@ class CuttingLine:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """No connection is taken any more."""
-        with suppress(OSError):  # by the second call
+        """Accepts no more connections."""
+        with suppress(OSError):  # already closed
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
 
@@ -53,7 +53,7 @@ class CuttingLine:
                     self._pass_on(client, agent)
 
     def _pass_on(self, client: socket.socket, agent: socket.socket) -> None:
-        """In one thread: a socket in which another one waits is not closed."""
+        """Forwards both directions in one thread, because a socket is not closed while another thread waits in it."""
         sent = 0
         while True:
             for source in select.select([client, agent], [], [])[0]:
@@ -70,10 +70,10 @@ class CuttingLine:
 
 
 @contextmanager
-def opened(store: LocalStore, *, is_reset: bool) -> Iterator[tuple[CuttingLine, PeerShard]]:
+def opened(store: LocalStore, *, is_reset: bool) -> Iterator[tuple[CuttingProxy, PeerShard]]:
     manifest = checkpointed([store], 1, {SHARD: (0,)}, size_bytes=DATA_BYTES, copies=1)
     entry = manifest.shards[SHARD]
-    with opened_server(store) as unix_socket, closing(CuttingLine(unix_socket, is_reset=is_reset)) as line:
+    with opened_server(store) as unix_socket, closing(CuttingProxy(unix_socket, is_reset=is_reset)) as line:
         found = PeerShard(
             AgentClient(line.address), "step-1", manifest.save_id, SHARD, Expected(entry.size_bytes, entry.crc32c)
         )
@@ -83,8 +83,8 @@ def opened(store: LocalStore, *, is_reset: bool) -> Iterator[tuple[CuttingLine, 
 
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["ended", "reset"])
-def test_a_connection_that_is_cut_once_costs_no_source(tmp_path: Path, is_reset: bool) -> None:
-    """Where it is the only copy, the load would fail for one broken connection among thousands."""
+def test_a_connection_that_is_cut_once_is_opened_again(tmp_path: Path, is_reset: bool) -> None:
+    """After one broken connection, the read succeeds over a second one."""
     store = LocalStore(tmp_path / "node0")
     with opened(store, is_reset=is_reset) as (line, there):
         line.cuts_left = 1
@@ -94,8 +94,10 @@ def test_a_connection_that_is_cut_once_costs_no_source(tmp_path: Path, is_reset:
 
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["ended", "reset"])
-def test_a_range_in_which_it_is_cut_twice_is_damaged_and_others_are_not(tmp_path: Path, is_reset: bool) -> None:
-    """As where the peer's disk does not read it; what is asked for next comes by a new connection."""
+def test_a_range_that_is_cut_twice_counts_as_damaged(tmp_path: Path, is_reset: bool) -> None:
+    """A range whose connection breaks twice counts as damaged, as if the peer's disk could not read it. The next read
+    uses a new connection.
+    """
     store = LocalStore(tmp_path / "node0")
     with opened(store, is_reset=is_reset) as (line, there):
         line.cuts_left = 2
@@ -105,8 +107,8 @@ def test_a_range_in_which_it_is_cut_twice_is_damaged_and_others_are_not(tmp_path
         assert bytes(there.read(0, DATA_BYTES)) == wanted
 
 
-def test_a_peer_that_has_gone_is_not_taken_for_damaged(tmp_path: Path) -> None:
-    """It is cut in the middle, and cannot be reached again."""
+def test_an_unreachable_peer_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    """A connection breaks and the peer cannot be reached again: the read raises StoreUnavailable."""
     with opened(LocalStore(tmp_path / "node0"), is_reset=True) as (line, there):
         line.cuts_left = 1
         line.close()

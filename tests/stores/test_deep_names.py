@@ -1,4 +1,4 @@
-"""Every id that is taken is looked for so deep: what a store has saved it also sees."""
+"""Every valid checkpoint id, however deep, is found again by the listings of nodes and buckets."""
 
 from pathlib import Path
 
@@ -16,8 +16,10 @@ TAKEN = [name for name in IDS if is_checkpoint_id(name)]
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_is_saved_under_an_id_is_seen(tmp_path: Path, name: str) -> None:
-    """On a node; else it would answer that it has nothing of the save, and other nodes would drop their parts."""
+def test_a_node_finds_saves_under_every_id(tmp_path: Path, name: str) -> None:
+    """A node's catalog finds a save under any valid id. Otherwise the node would report it as absent, and others would
+    drop their parts.
+    """
     store = LocalStore(tmp_path)
     saved = open_save(store, 1, checkpoint_id=name)
     store.commit(saved.save_id)
@@ -26,13 +28,13 @@ def test_what_is_saved_under_an_id_is_seen(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_lies_in_a_bucket_under_an_id_is_seen(name: str) -> None:
-    """By a load of the newest one, and by a policy of retention."""
+def test_a_bucket_finds_checkpoints_under_every_id(name: str) -> None:
+    """A bucket's listing finds a checkpoint under any valid id."""
     client = MemoryClient(ObjectTarget("memory://bucket"))
     client.put(f"{name}/.metadata", b"metadata")
     assert [found.checkpoint_id for found in Bucket(client).saves()] == [name]
 
 
-def test_ids_of_several_parts_are_taken() -> None:
-    """As many as the search goes deep, and no more."""
+def test_ids_have_a_maximum_depth() -> None:
+    """Ids of up to `PARTS_MAX` parts are valid, the depth of the listings."""
     assert IDS[:PARTS_MAX] == TAKEN

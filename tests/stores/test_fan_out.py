@@ -1,4 +1,4 @@
-"""The same call to many at once: how many, and whether an error of one ends it."""
+"""FanOut: the number of concurrent calls, and whether an error ends the run."""
 
 import threading
 
@@ -11,8 +11,8 @@ pytestmark = pytest.mark.timeout(60)
 WITHIN_S = 30.0
 
 
-def test_so_many_calls_are_under_way_at_once_and_no_more() -> None:
-    """Each of two waits for the other one; six in all."""
+def test_the_number_of_concurrent_calls_is_bounded() -> None:
+    """Of six calls exactly `most=2` run at once."""
     meeting, lock, now, most = threading.Barrier(2), threading.Lock(), 0, 0
 
     def call(key: int) -> int:
@@ -31,8 +31,8 @@ def test_so_many_calls_are_under_way_at_once_and_no_more() -> None:
 
 @pytest.mark.parametrize("until_error", [False, True])
 @pytest.mark.parametrize("error", [StoreError("s", "op", "key", "away"), RuntimeError("a defect")])
-def test_an_error_ends_it_where_that_is_asked_for(error: Exception, until_error: bool) -> None:
-    """Else every key gets its call."""
+def test_an_error_ends_the_run_if_asked(error: Exception, until_error: bool) -> None:
+    """With `until_error` the run ends after an error. Otherwise every key gets its call."""
     called = []
 
     def call(key: int) -> None:

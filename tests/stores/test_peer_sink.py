@@ -1,4 +1,4 @@
-"""A copy that is sent to a peer: one that takes it too slowly, or never ends, is aborted like one that is gone."""
+"""Copies to a slow, hanging or corrupting peer are aborted like copies to an unreachable one."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ PIECE = memoryview(bytes(1 << 20))
 
 @contextmanager
 def listening(behave: Callable[[socket.socket, threading.Event], None]) -> Iterator[PeerSink]:
-    """A sink to a peer on this host that does with its one connection what it likes, until it is told the end."""
+    """A sink to a peer on this host, which runs `behave` on its one connection. `ended` is set at the end."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -42,15 +42,15 @@ def listening(behave: Callable[[socket.socket, threading.Event], None]) -> Itera
     assert not thread.is_alive()
 
 
-def dawdles(connection: socket.socket, ended: threading.Event) -> None:
-    """Takes 64 KiB every tenth of a second: there is always progress, and never enough."""
+def receives_slowly(connection: socket.socket, ended: threading.Event) -> None:
+    """Receives 64 KiB every 0.1 s: steady progress below the floor."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     while connection.recv(1 << 16):
         ended.wait(0.1)
 
 
-def lives_and_never_answers(connection: socket.socket, ended: threading.Event) -> None:
-    """Reads everything, then says once a moment that it is at work."""
+def sends_heartbeats_only(connection: socket.socket, ended: threading.Event) -> None:
+    """Receives everything, then only sends heartbeats."""
     while b"0\r\n\r\n" not in connection.recv(1 << 16):
         pass
     while not ended.wait(0.1):
@@ -58,7 +58,7 @@ def lives_and_never_answers(connection: socket.socket, ended: threading.Event) -
 
 
 def receives_other_bytes(connection: socket.socket, _: threading.Event) -> None:
-    """Reads everything, and answers with the size and the checksum of something else."""
+    """Receives everything, and answers with another size and checksum."""
     while b"0\r\n\r\n" not in connection.recv(1 << 16):
         pass
     answer = b'{"size_bytes": 4, "crc32c": 7}'
@@ -70,24 +70,24 @@ def send(sink: PeerSink, times: int) -> None:
         sink.write(PIECE)
 
 
-def test_a_slow_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that makes progress, but below the floor, holds the save up for the window and no longer."""
+def test_a_copy_to_a_slow_peer_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer with progress below the floor delays the save by `SLOW_WINDOW_S`, then the copy is aborted."""
     monkeypatch.setattr(peer, "SLOW_WINDOW_S", 1.0)
-    with listening(dawdles) as sink, pytest.raises(StoreUnavailable, match="too slow"):
+    with listening(receives_slowly) as sink, pytest.raises(StoreUnavailable, match="too slow"):
         send(sink, 100)
 
 
-def test_a_peer_whose_disk_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats without end are no acknowledgement: the copy is made elsewhere."""
+def test_a_copy_to_a_peer_with_a_hanging_disk_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats without an acknowledgement end in StoreUnavailable after `ACK_TIMEOUT_S`."""
     monkeypatch.setattr(agent_client, "ACK_TIMEOUT_S", 1.0)
-    with listening(lives_and_never_answers) as sink:
+    with listening(sends_heartbeats_only) as sink:
         sink.write(memoryview(b"data"))
         with pytest.raises(StoreUnavailable):
             sink.finish(table_of([b"data"]))
 
 
-def test_bytes_that_changed_on_the_way_are_told_by_both_checksums() -> None:
-    """The error has what was hashed here and what came, as checksums are written elsewhere, and the next step."""
+def test_bytes_that_changed_in_transit_are_reported_with_both_checksums() -> None:
+    """The error has the sent and the received size and checksum, and the next step."""
     with listening(receives_other_bytes) as sink:
         sink.write(memoryview(b"data"))
         with pytest.raises(ObjectCorrupt, match=r"received 4 bytes of CRC32C 00000007\. Hint: The save sends it again"):

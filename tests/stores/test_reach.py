@@ -1,4 +1,4 @@
-"""What is said of an agent that does not answer can be done: the question names the scheme that it speaks."""
+"""The hint for an agent that does not answer names a command with the agent's own scheme."""
 
 import pytest
 
@@ -7,8 +7,10 @@ from replicated_ckpt.stores.peer.reach import reach_hint
 
 
 @pytest.mark.parametrize(("fingerprint", "scheme"), [("", "http"), ("ab" * 32, "https")])
-def test_an_agent_is_asked_in_the_way_that_it_speaks(fingerprint: str, scheme: str) -> None:
-    """On one host, or with REPLICATED_CKPT_PLAIN, it has no certificate: https fails there although it runs."""
+def test_the_hint_uses_the_agents_scheme(fingerprint: str, scheme: str) -> None:
+    """An agent without a certificate (on one host, or with REPLICATED_CKPT_PLAIN) is named with http, others with
+    https.
+    """
     address = AgentAddress("ab12", "10.0.0.7", 29600, "", tls_sha256=fingerprint)
     assert f"`curl -k {scheme}://10.0.0.7:29600/v1/status` must return 401" in reach_hint(
         address, ConnectionRefusedError()

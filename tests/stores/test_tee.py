@@ -1,4 +1,4 @@
-"""The tee: every sink gets the same bytes in order, a failing one hurts no other, and memory is bounded."""
+"""The tee: every sink gets the same bytes in order, a failing sink affects no other, and memory is bounded."""
 
 import gc
 import threading
@@ -18,7 +18,7 @@ from replicated_ckpt.testing.shards import table_of
 
 
 class Collecting:
-    """A sink that keeps what it gets, and fails or dawdles when told to."""
+    """A sink in memory that can fail or pause."""
 
     def __init__(self, label: str = "sink", *, fails_at: int | None = None, pause_s: float = 0.0) -> None:
         self.label = label
@@ -43,8 +43,8 @@ class Collecting:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_memory_goes_with_the_tee(*, is_whole: bool) -> None:
-    """The buffers are free as soon as nobody uses tee and buffers any more, not when the garbage collector comes by."""
+def test_buffers_are_freed_with_the_tee(*, is_whole: bool) -> None:
+    """After finish or discard the buffers are freed by reference counts, without the garbage collector."""
     buffers = Buffers(2, 4096)
     written, found = Tee([Collecting(), Collecting()], buffers), weakref.ref(buffers)
     written.write(b"x" * 10_000)
@@ -63,7 +63,7 @@ def test_memory_goes_with_the_tee(*, is_whole: bool) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.binary(max_size=3000), max_size=30))
 def test_all_sinks_get_data_and_footer(pieces: list[bytes]) -> None:
-    """Whatever the sizes of the writes, each sink ends with the data and the footer that fits it."""
+    """For writes of any sizes, each sink gets the data and a matching footer."""
     sinks = [Collecting(), Collecting()]
     buffers = Buffers(2, 4096)
     written = Tee(sinks, buffers)
@@ -80,8 +80,8 @@ def test_all_sinks_get_data_and_footer(pieces: list[bytes]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=9000)), max_size=20), st.booleans())
-def test_copied_or_referred_to_it_is_the_same_shard(pieces: list[tuple[bool, bytes]], copies: bool) -> None:
-    """Small and large writes in any mixture keep their order, whether everything must be copied or not."""
+def test_copied_and_referred_writes_give_the_same_shard(pieces: list[tuple[bool, bytes]], copies: bool) -> None:
+    """Copied and referred writes in any mixture keep their order, with and without `copies`."""
     sink, buffers = Collecting(), Buffers(2, 4096)
     with mock.patch.object(tee, "REFERRED_BYTES_MIN", 1000):
         written = Tee([sink], buffers, copies=copies)
@@ -97,7 +97,7 @@ def test_copied_or_referred_to_it_is_the_same_shard(pieces: list[tuple[bool, byt
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_direct_io_gets_buffers_and_other_sinks_the_memory_itself(*, copies: bool) -> None:
-    """A large piece is not copied unless asked for; then every piece but the last is one whole buffer."""
+    """A large piece is not copied unless `copies` is set. Then every piece but the last is one whole buffer."""
     data = memoryview(bytearray(3 * 4096 + 5))
     seen: list[tuple[memoryview, ...]] = []
 
@@ -117,7 +117,7 @@ def test_direct_io_gets_buffers_and_other_sinks_the_memory_itself(*, copies: boo
 
 
 def test_a_failing_peer_does_not_stop_the_own_store() -> None:
-    """The first sink finishes although the second broke in the middle, and the outcome names the error."""
+    """The first sink finishes although the second failed, and the outcome has the error."""
     own, peer = Collecting("own"), Collecting("peer", fails_at=8192)
     written = Tee([own, peer], Buffers(2, 4096))
     written.write(b"x" * 50_000)
@@ -130,7 +130,7 @@ def test_a_failing_peer_does_not_stop_the_own_store() -> None:
 
 
 def test_a_failing_own_store_ends_the_save_early() -> None:
-    """Once the own disk is full, writing raises that error instead of going on."""
+    """After the own store fails, a write raises that error."""
 
     class Full(Collecting):
         def write(self, *pieces: memoryview) -> None:
@@ -143,7 +143,7 @@ def test_a_failing_own_store_ends_the_save_early() -> None:
 
 
 def test_memory_is_bounded_by_the_buffers() -> None:
-    """A slow sink makes the writer wait; nothing is queued beyond the buffers."""
+    """A slow sink blocks the writer once the buffers are full."""
     slow = Collecting("slow", pause_s=0.005)
     buffers = Buffers(2, 4096)
     written = Tee([slow], buffers)
@@ -155,7 +155,7 @@ def test_memory_is_bounded_by_the_buffers() -> None:
 
 
 def test_no_thread_is_left_behind() -> None:
-    """Finished or discarded, the sinks' threads have ended."""
+    """After finish or discard the sinks' threads have ended."""
     before = threading.active_count()
     for ends in ("finish", "discard"):
         written = Tee([Collecting(), Collecting()], Buffers(2, 4096))
@@ -164,8 +164,8 @@ def test_no_thread_is_left_behind() -> None:
     assert threading.active_count() == before
 
 
-def test_a_sink_that_gets_no_thread_gives_the_shard_up_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose threads run already end, too; nothing waits for bytes that never come."""
+def test_a_sink_without_a_thread_discards_all_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a sink's thread cannot start, the tee raises, discards every sink, and ends the threads already started."""
     given_out = iter([True, False])
 
     def start(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Threads that a process does not get: the error tells what to do in this case."""
+"""Threads that cannot be started: the hint fits the cause."""
 
 import logging
 import subprocess
@@ -31,7 +31,7 @@ threading.Thread(target=late).start()
 def test_the_hint_is_for_the_case(
     said: str, advice: str, is_logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A thread that cannot be started: the hint is for the limit, or for the end of Python, which the log says, too."""
+    """The hint names the limit of threads, or the end of the interpreter. Only the latter is also logged."""
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError(said)
@@ -43,8 +43,10 @@ def test_the_hint_is_for_the_case(
     assert bool(caplog.records) == is_logged
 
 
-def test_at_the_end_of_python_a_thread_runs_or_the_log_says_why_not() -> None:
-    """A save is then under way, whose error nothing looks at. Python 3.12.0 to 3.12.2 give no thread."""
+def test_at_exit_a_thread_runs_or_the_log_has_the_reason() -> None:
+    """At interpreter exit a save's error is read by no caller, so the log has it. Only Python 3.12.0 to 3.12.2 start no
+    thread then.
+    """
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
     if (3, 12, 0) <= sys.version_info < (3, 12, 3):
         assert "has failed" in ended.stderr

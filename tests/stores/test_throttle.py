@@ -1,4 +1,4 @@
-"""The pace of copies that are made up: it yields to saves and loads, and otherwise holds nothing up."""
+"""The pace of replica copies: slow during saves and loads, unlimited otherwise."""
 
 import threading
 import time
@@ -25,8 +25,8 @@ SAVE = "e" * 32
 MINUTE_BYTES = 60 * BUSY_BYTES_PER_S
 
 
-class NotedWaits(threading.Event):
-    """An event that notes how long it was to be waited for, and does not wait."""
+class RecordedWaits(threading.Event):
+    """An event that records each timeout, and does not wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,16 +53,18 @@ def always() -> bool:
 def test_a_pace_is_kept_only_while_the_node_is_busy(
     is_busy: Callable[[], bool], is_fetching: Callable[[], bool], minutes: list[int]
 ) -> None:
-    """What takes a minute while the node saves is not held up on an idle one, and takes longer while ranks fetch."""
-    stopping = NotedWaits()
+    """A copy of `MINUTE_BYTES` is not delayed on an idle node, takes a minute during a save, and longer while ranks
+    fetch.
+    """
+    stopping = RecordedWaits()
     copy_pace(None, stopping, is_busy, is_fetching).take(MINUTE_BYTES)
     assert [round(seconds / 60) for seconds in stopping.seconds] == minutes
 
 
 def test_a_pace_follows_what_the_node_does() -> None:
-    """Slow while a rank of the node fetches for a load, and as fast as it goes once it has closed its cache."""
+    """A copy is slow while a rank fetches for a load, and unlimited after that rank's cache is closed."""
     fetching = [True]
-    stopping = NotedWaits()
+    stopping = RecordedWaits()
     pace = copy_pace(None, stopping, never, lambda: fetching[0])
     pace.take(MINUTE_BYTES)
     fetching[0] = False
@@ -72,7 +74,7 @@ def test_a_pace_follows_what_the_node_does() -> None:
 
 
 def test_a_rank_fetches_while_it_has_a_cache(tmp_path: Path) -> None:
-    """From the plan of its load to its end; one that was killed has none, though its file is there."""
+    """A node counts as fetching while a live rank's cache exists. A dead rank's file does not count."""
     assert not is_any_cache_locked(tmp_path)
     cache = RankCache.create(tmp_path, 1, 4096)
     assert is_any_cache_locked(tmp_path)
@@ -82,16 +84,16 @@ def test_a_rank_fetches_while_it_has_a_cache(tmp_path: Path) -> None:
     assert not is_any_cache_locked(tmp_path)
 
 
-def test_a_pace_that_is_named_is_always_kept() -> None:
-    """An operator who sets one has a bound on what copies take of the network."""
-    stopping = NotedWaits()
+def test_a_pace_from_the_operator_is_always_kept() -> None:
+    """A pace set by the operator also applies on an idle node."""
+    stopping = RecordedWaits()
     copy_pace(256.0, stopping, never, never).take(MINUTE_BYTES)
     assert round(stopping.seconds[0] / 10) == 6
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_an_agent_that_leaves_stops_a_copy(is_busy: bool) -> None:
-    """At the next piece, paced or not."""
+def test_a_stopping_agent_stops_a_copy(is_busy: bool) -> None:
+    """A stopping agent ends a copy at the next piece, paced or not."""
     stopping = threading.Event()
     stopping.set()
     with pytest.raises(Stopped):
@@ -99,7 +101,7 @@ def test_an_agent_that_leaves_stops_a_copy(is_busy: bool) -> None:
 
 
 def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
-    """From a rank's hold on an open save to its end; while a load is told to read here; and not otherwise."""
+    """A node is in use while a rank locks an open save, and while a load has a checkpoint pinned."""
     service = NodeService(LocalStore(tmp_path / "node"))
     store = service.store
     assert not service.is_in_use()
@@ -116,14 +118,16 @@ def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
     assert not service.is_in_use()
 
 
-def test_a_slow_pace_of_copies_gives_no_shard_up() -> None:
-    """A buddy would, if it had no piece for seconds; else what ranks hand over shares the pace of the copies."""
+def test_a_slow_pace_of_copies_aborts_no_shard() -> None:
+    """If the pace of copies is so slow that a buddy would abort, submitted shards have a pace of their own. Otherwise
+    they share it.
+    """
     stopping = threading.Event()
     slow, fast = (copy_pace(rate, stopping, never, never) for rate in (0.001, 64))
     own = submission_pace(0.001, stopping, slow)
     assert own is not None
     assert own is not slow
     for _ in range(4):
-        own.take(100_000)  # 0.05 s in all; 400 s at the pace of copies
+        own.take(100_000)  # 0.05 s in all; at the pace of copies 400 s
     assert submission_pace(64, stopping, fast) is fast
     assert submission_pace(None, stopping, copy_pace(None, stopping, never, never)) is None

@@ -1,4 +1,4 @@
-"""The zip container of `torch.save`: its records are found where they are, and nothing is unpacked or looked at twice."""
+"""The zip container of `torch.save`: records are located without unpacking, and ambiguous containers are refused."""
 
 import io
 import struct
@@ -32,7 +32,7 @@ RAW = saved({"a": torch.arange(100)})
 
 
 def overlapping() -> bytes:
-    """The directory tells two records to begin at one place."""
+    """A container whose directory gives two records the same offset."""
     raw = bytearray(RAW)
     first = raw.index(b"PK\x01\x02")
     second = raw.index(b"PK\x01\x02", first + 4)
@@ -41,7 +41,7 @@ def overlapping() -> bytes:
 
 
 def test_records_are_found() -> None:
-    """By name, without the folder, and their bytes are where it is said."""
+    """Records are found by name without the folder, at the right offset and size."""
     records = find_records(within(memoryview(RAW)), len(RAW))
     assert {"data.pkl", "data/0", "version"} <= set(records)
     data = records["data/0"]
@@ -61,14 +61,14 @@ def test_records_are_found() -> None:
     ],
 )
 def test_other_containers_are_refused(raw: bytes, said: str) -> None:
-    """Compressed records, two of one name, one in another, and whatever is no container."""
+    """Compressed, duplicate and overlapping records, and other data, are refused."""
     with pytest.raises(ArchiveDamaged, match=said):
         find_records(within(memoryview(raw)), len(raw))
 
 
 @given(st.integers(0, len(RAW) - 1), st.integers(1, 255), st.integers(0, len(RAW)))
-def test_damage_is_met_inside_the_item(position: int, change: int, length: int) -> None:
-    """Whatever byte is another one, or where it ends: records inside the item, or ArchiveDamaged."""
+def test_damaged_containers_are_read_only_inside_the_item(position: int, change: int, length: int) -> None:
+    """After any changed byte or truncation, the records lie inside the item, or ArchiveDamaged is raised."""
     damaged = bytearray(RAW)
     damaged[position] ^= change
     for raw in (bytes(damaged), RAW[:length]):

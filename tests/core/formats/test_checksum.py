@@ -1,4 +1,4 @@
-"""Checksums: blocks and footer say exactly whether the bytes are those that were saved."""
+"""Checksums: block checksums and footer verify the saved bytes."""
 
 import pytest
 from hypothesis import given
@@ -22,13 +22,13 @@ def test_crc32c_is_castagnoli() -> None:
 
 @given(st.binary(), st.binary())
 def test_combining_equals_hashing_the_whole(first: bytes, second: bytes) -> None:
-    """The CRC of two pieces together follows from the CRC of each."""
+    """The CRC of two joined pieces follows from the CRC of each and the second one's length."""
     assert combine_crcs(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20), st.integers(1, 64))
 def test_pieces_of_any_size_give_the_same_table(pieces: list[bytes], block_bytes: int) -> None:
-    """How the data was cut when it was hashed leaves no trace."""
+    """The table does not depend on the sizes of the hashed pieces."""
     data = b"".join(pieces)
     table = table_of(pieces, block_bytes)
     assert table == table_of([data], block_bytes)
@@ -38,8 +38,8 @@ def test_pieces_of_any_size_give_the_same_table(pieces: list[bytes], block_bytes
 
 
 @given(st.binary(max_size=300), st.integers(1, 64))
-def test_a_footer_comes_back_from_its_bytes(data: bytes, block_bytes: int) -> None:
-    """Encoding and decoding are inverse, and the tail alone tells the footer's size."""
+def test_a_footer_decodes_from_its_bytes(data: bytes, block_bytes: int) -> None:
+    """Decoding inverts encoding, and the tail alone gives the footer's size."""
     table = table_of([data], block_bytes)
     footer = table.encode()
     assert footer_bytes_of(footer[-FOOTER_TAIL_BYTES:], table.file_bytes) == len(footer)
@@ -48,7 +48,7 @@ def test_a_footer_comes_back_from_its_bytes(data: bytes, block_bytes: int) -> No
 
 @pytest.mark.parametrize("position", range(44))
 def test_any_flipped_bit_in_a_footer_is_noticed(position: int) -> None:
-    """No single flipped bit leaves a footer that is believed."""
+    """A footer with any flipped byte does not decode."""
     table = table_of([b"x" * 70], 16)
     footer = bytearray(table.encode())
     assert len(footer) == 44
@@ -58,12 +58,12 @@ def test_any_flipped_bit_in_a_footer_is_noticed(position: int) -> None:
 
 @given(st.binary(max_size=100), st.integers(0, 1 << 40))
 def test_random_bytes_are_no_footer(raw: bytes, file_bytes: int) -> None:
-    """Garbage of any size is refused without an error of another kind."""
+    """Random bytes do not decode, and raise nothing."""
     assert decode_footer(raw, file_bytes) is None
 
 
 def test_covering_blocks_hold_the_range() -> None:
-    """The blocks of a range start at or before it and end at or after it."""
+    """The covering blocks of a range start at or before it and end at or after it."""
     table = table_of([b"x" * 100], 16)
     assert table.covering(0, 1) == (0, 1)
     assert table.covering(16, 16) == (1, 2)
@@ -72,7 +72,7 @@ def test_covering_blocks_hold_the_range() -> None:
 
 
 def test_an_empty_shard_has_a_footer() -> None:
-    """No data is data too."""
+    """A shard without data has a valid footer."""
     table = BlockHasher().table()
     assert table.data_bytes == 0
     assert decode_footer(table.encode(), FOOTER_TAIL_BYTES) == table

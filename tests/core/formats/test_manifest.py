@@ -1,4 +1,4 @@
-"""The manifest: comes back as it was written, and nothing else is believed."""
+"""The manifest: decoding inverts encoding, and invalid manifests are refused."""
 
 import json
 from dataclasses import asdict
@@ -30,14 +30,14 @@ def manifest(**changes: object) -> Manifest:
 
 
 def resealed(raw: bytes, change: dict[str, object]) -> bytes:
-    """A manifest with other fields and a checksum that fits them."""
+    """The manifest with other fields and a matching checksum."""
     fields = json.loads(raw)["manifest"]
     body = json.dumps({**fields, **change})
     return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
 
 
-def test_it_comes_back_as_it_was_written() -> None:
-    """Decoding is the inverse of encoding, and the bytes are JSON for other tools."""
+def test_decoding_inverts_encoding() -> None:
+    """Decoding inverts encoding, and the bytes are JSON for other tools."""
     raw = manifest().encode()
     assert decode_manifest(raw, "here") == manifest()
     assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
@@ -45,14 +45,14 @@ def test_it_comes_back_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("upload", [None, UploadEntry("s3://bucket", True, 9, 5, "f" * 32)])
 def test_every_field_is_written(upload: UploadEntry | None) -> None:
-    """Whatever is an object in it, too: the JSON is that of all of it as dictionaries."""
+    """The JSON has all fields, and those of nested objects."""
     whole = manifest(upload=upload, notes={"metrics": {"loss": 0.5}})
     assert json.loads(whole.encode())["manifest"] == json.loads(json.dumps({"version": VERSION, **asdict(whole)}))
 
 
 @pytest.mark.parametrize("notes", [{"metrics": {"loss": 0.5, "bad": None}}, {"metadata": {"a": [1, {"b": "ü"}]}}, {}])
-def test_notes_come_back(notes: dict[str, object]) -> None:
-    """What a user keeps with a checkpoint is read as it was written; a manifest of before there were notes has none."""
+def test_notes_are_decoded(notes: dict[str, object]) -> None:
+    """The user's notes are decoded unchanged. A manifest of an older version has none."""
     assert decode_manifest(manifest(notes=notes).encode(), "here").notes == notes
     fields = json.loads(manifest().encode())["manifest"]
     del fields["notes"]
@@ -75,14 +75,14 @@ def test_notes_come_back(notes: dict[str, object]) -> None:
         {"metadata": {"x": "y" * (1 << 16)}},
     ],
 )
-def test_notes_of_another_shape_are_not_believed(notes: object) -> None:
-    """Neither other fields, nor metrics that are no numbers, nor more of it than is ever written."""
+def test_invalid_notes_are_refused(notes: object) -> None:
+    """Notes with unknown fields, metrics that are not finite numbers, or too many bytes are refused."""
     with pytest.raises(ManifestInvalid):
         decode_manifest(resealed(manifest().encode(), {"notes": notes}), "here")
 
 
 def test_any_flipped_bit_is_noticed() -> None:
-    """A manifest that was damaged anywhere is not believed, and nothing but a ManifestInvalid comes out."""
+    """A manifest with any flipped bit raises ManifestInvalid."""
     raw = manifest().encode()
     for position, bit in product(range(len(raw)), range(8)):
         damaged = bytearray(raw)
@@ -114,20 +114,20 @@ def test_any_flipped_bit_is_noticed() -> None:
         {"nodes": None},
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
-    """A fitting checksum alone does not make a manifest valid."""
+def test_invalid_fields_are_refused(change: dict[str, object]) -> None:
+    """A manifest with invalid fields is refused although its checksum matches."""
     with pytest.raises(ManifestInvalid, match="here"):
         decode_manifest(resealed(manifest().encode(), change), "here")
 
 
-def test_a_newer_format_says_so() -> None:
-    """A version that this one does not know is not guessed at."""
+def test_a_newer_format_is_refused() -> None:
+    """A manifest of a newer format version raises ManifestVersionUnknown."""
     with pytest.raises(ManifestVersionUnknown, match="version 2"):
         decode_manifest(resealed(manifest().encode(), {"version": 2}), "here")
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_manifest(raw: bytes) -> None:
-    """Garbage is a ManifestInvalid."""
+    """Random bytes raise ManifestInvalid."""
     with pytest.raises(ManifestInvalid):
         decode_manifest(raw, "here")

@@ -1,4 +1,6 @@
-"""Places of items read off a pickle's opcodes: what torch's own unpickling says, and nothing that a hostile one wants."""
+"""Locations of items, read from a pickle's opcodes: the same as from torch's unpickling, without running a hostile
+pickle.
+"""
 
 import contextlib
 import io
@@ -38,14 +40,14 @@ def expected(found: Metadata) -> dict[str, list[ByteRange]]:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_is_followed(protocol: int) -> None:
-    """Shards, offsets and lengths, of any size, in each protocol that picklers write."""
+    """Shards, offsets and lengths of any size are read from each pickle protocol."""
     found = item_ranges(pickle.dumps(metadata(PLACES), protocol))
     assert {shard: list(items) for shard, items in found.items()} == expected(metadata(PLACES))
     assert needed_bytes(found) == {"__0_0.distcp": 70_000 + (1 << 40), "__3_1.distcp": 16}
 
 
-def test_what_stock_torch_wrote_is_followed(tmp_path: Path) -> None:
-    """A real `.metadata`, of nested tensors and objects, gives the places that torch's unpickling gives."""
+def test_metadata_of_stock_torch_is_read(tmp_path: Path) -> None:
+    """For a real `.metadata` of nested tensors and objects, the locations equal those from torch's unpickling."""
     state = {"model": {str(n): torch.ones(n, 3) for n in range(40)}, "step": 3, "list": [torch.zeros(2), {"lr": 0.1}]}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=3))
     raw = (tmp_path / ".metadata").read_bytes()
@@ -65,7 +67,7 @@ def test_what_stock_torch_wrote_is_followed(tmp_path: Path) -> None:
     ],
 )
 def test_a_place_outside_a_shard_is_refused(place: tuple[Any, Any, Any]) -> None:
-    """Other files, and ranges that are none, are no places of items."""
+    """Other files and invalid ranges are refused."""
     with pytest.raises(MetadataUnsafe):
         item_ranges(pickle.dumps(metadata({"a": place})))
 
@@ -78,8 +80,8 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_nothing_is_called(tmp_path: Path) -> None:
-    """A pickle that would make a file when it is loaded makes none."""
+def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
+    """A pickle that would create a file when loaded creates none."""
     hostile = metadata(PLACES)
     hostile.planner_data = Bomb(tmp_path / "made")
     assert set(item_ranges(pickle.dumps(hostile))) == {"__0_0.distcp", "__3_1.distcp"}
@@ -87,12 +89,12 @@ def test_nothing_is_called(tmp_path: Path) -> None:
         item_ranges(pickle.dumps(Bomb(tmp_path / "made")))
     assert not (tmp_path / "made").exists()
     pickle.loads(pickle.dumps(hostile))
-    assert (tmp_path / "made").exists(), "the bomb is one"
+    assert (tmp_path / "made").exists(), "the bomb works when it is loaded"
 
 
 @pytest.mark.timeout(30)
-def test_shared_parts_are_not_looked_through_again_and_again() -> None:
-    """A place that is named five thousand times, with a hundred thousand fields, does not take their product of steps."""
+def test_shared_parts_are_examined_once() -> None:
+    """A location with 100,000 fields that is referenced 5,000 times is examined once."""
     info = StorageInfo("__0_0.distcp", 0, 1)
     info.__dict__.update({f"field{n}": n for n in range(100_000)})
     places: dict[Any, Any] = dict.fromkeys((MetadataIndex(str(n)) for n in range(5_000)), info)
@@ -102,7 +104,7 @@ def test_shared_parts_are_not_looked_through_again_and_again() -> None:
 
 @given(st.integers(0, len(RAW) - 1), st.integers(1, 255), st.integers(0, len(RAW) - 1))
 def test_a_damaged_pickle_is_an_error(position: int, change: int, length: int) -> None:
-    """Any wrong byte gives places in shards or MetadataUnsafe; a pickle that was cut off, MetadataUnsafe."""
+    """A changed byte gives locations in shards or MetadataUnsafe. A truncated pickle raises MetadataUnsafe."""
     raw = bytearray(RAW)
     raw[position] ^= change
     with contextlib.suppress(MetadataUnsafe):
@@ -112,7 +114,7 @@ def test_a_damaged_pickle_is_an_error(position: int, change: int, length: int) -
 
 
 def test_numbers_too_long_to_be_places_are_refused() -> None:
-    """A number of a million digits is not made."""
+    """An offset of 100,000 bits is refused."""
     buffer = io.BytesIO()
     pickle.Pickler(buffer, 4).dump(metadata({"a": ("__0_0.distcp", 1 << 100_000, 1)}))
     with pytest.raises(MetadataUnsafe):

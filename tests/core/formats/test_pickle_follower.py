@@ -1,4 +1,4 @@
-"""The follower of opcodes: the tree says what the pickle says, and what unpicklers could read in two ways is refused."""
+"""The follower of opcodes: its tree has the values of the pickle, and ambiguous pickles are refused."""
 
 import pickle
 import pickletools
@@ -35,12 +35,12 @@ FRAME = b"\x95"
 
 
 def framed(*parts: bytes) -> bytes:
-    """Each part in a frame of its own."""
+    """A pickle with each part in its own frame."""
     return b"\x80\x04" + b"".join(FRAME + struct.pack("<Q", len(part)) + part for part in parts)
 
 
 def test_the_table_is_that_of_pickletools() -> None:
-    """Every opcode takes as long an argument as the standard library says."""
+    """The length of every opcode's argument equals that in the standard library."""
     by_code = {ord(info.code): info for info in pickletools.opcodes}
     sized = {
         pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -59,8 +59,8 @@ def test_the_table_is_that_of_pickletools() -> None:
             assert (ours.width, ours.is_sized) == wanted, by_code[code].name
 
 
-def test_a_tree_says_what_the_pickle_says() -> None:
-    """Plain values are themselves; names, calls and states are told, and nothing of them is done."""
+def test_a_tree_has_the_values_of_the_pickle() -> None:
+    """Plain values are returned, and names, calls and states are described, but not executed."""
     value = {"a": [1, (2.5, None, True, b"x")], "b": {"c": frozenset({1})}}
     assert follow(pickle.dumps(value, 4)) == ["a", [1, (2.5, None, True, b"x")], "b", ["c", (1,)]]
     made = follow(pickle.dumps(MetadataIndex("w", torch.Size([3]), 1)))
@@ -71,8 +71,8 @@ def test_a_tree_says_what_the_pickle_says() -> None:
     assert (size.called.path, size.arguments, size.is_new) == ("torch.Size", ((3,),), False)
 
 
-def test_what_is_shared_is_one_node() -> None:
-    """A part that is met twice is one object in the tree."""
+def test_a_shared_part_is_one_node() -> None:
+    """A shared part is one object in the tree."""
     part = [1, 2]
     first, second = follow(pickle.dumps([part, part]))
     assert first is second
@@ -97,19 +97,21 @@ def test_what_is_shared_is_one_node() -> None:
         (b"\x80\x04c\n\n.", "something that is not text as a name"),
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused(raw: bytes, said: str) -> None:
-    """Arguments across the end of a frame, frames in frames, marks that are left or crossed, containers in themselves."""
+def test_ambiguous_pickles_are_refused(raw: bytes, said: str) -> None:
+    """Arguments across frames, nested frames, unbalanced marks and self-containing containers are refused."""
     with pytest.raises(PickleUnsafe, match=said):
         follow(raw)
 
 
 def test_frames_of_any_size_are_followed() -> None:
-    """Empty, of one opcode, or none at all."""
+    """Empty frames, frames of one opcode, and opcodes outside frames are read."""
     assert follow(framed(b"", b"]", b"(", b"NK\x01", b"", b"e") + b".") == [None, 1]
 
 
 def example(*, is_shared: bool) -> bytes:
-    """Instances of every form: long numbers, sizes of 0 to 4 dimensions, of equal parts, texts inline and shared."""
+    """Metadata with every form of instance: long numbers, sizes of 0 to 4 dimensions, equal parts, inline and shared
+    texts.
+    """
     chunks = [ChunkStorageMetadata(torch.Size([1 << at] * at), torch.Size([1] * at)) for at in range(5)]
     square = torch.Size([64])
     chunks.append(ChunkStorageMetadata(square, square))
@@ -126,7 +128,7 @@ def example(*, is_shared: bool) -> bytes:
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_most_of_metadata_is_followed_in_one_step(monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
-    """Chunks, indices and places, but the first of each, in which their fields are named for the first time."""
+    """All chunks, indices and locations but the first of each, which defines their field names, are read in one step."""
     followed: list[bool] = []
     original = Instances.follow
 
@@ -142,18 +144,18 @@ def test_most_of_metadata_is_followed_in_one_step(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["Дub", "слой.Дub.вес", "\u0494" * 30, "Ä" * 62, "x" * 126, "x" * 127, ""])
 def test_a_name_may_have_the_byte_that_ends_a_text(name: str) -> None:
-    """In one step or in many the tree is the same, and the metadata is what was saved, whatever bytes a name has."""
+    """A name with any bytes gives the same tree in one step and in single steps, and decodes to what was saved."""
     places = {
         MetadataIndex(f"{at}{name}", torch.Size([1 << 40, at]), at): StorageInfo(f"__{at}_0.distcp", at << 40, 1)
         for at in range(4)
     }
     raw = pickle.dumps(Metadata({}, None, places), 4)
-    assert "Metadata" in str(refusal_of(raw)), "no Difference, and names that the reader of plain values does not know"
+    assert "Metadata" in str(refusal_of(raw)), "refused for its classes, and not as a difference between the readers"
     assert decode_metadata(raw, "here").storage_data == places
 
 
 def test_a_text_ends_where_its_length_says() -> None:
-    """Bytes that end a text, an instance, its list and the pickle are no such end within a text, which is refused."""
+    """A text that contains the opcodes of its end is refused: its length field decides."""
     raw = pickle.dumps([MetadataIndex("first", None, 1), MetadataIndex("abc_ube.", None, 1)], 4)
     assert refusal_of(raw.replace(b"abc_ube.", b"abc\x94ube.")) is not None
 
@@ -166,28 +168,28 @@ def test_a_text_ends_where_its_length_says() -> None:
         (pickle.dumps({"a": {"__reduce_ex__": 1}}), "controls picklers"),
     ],
 )
-def test_trees_that_others_would_choke_on_are_refused(tree: bytes, said: str) -> None:
-    """Shared parts that weigh more than the pickle allows, depth, and attributes that picklers look at."""
+def test_trees_beyond_bounds_are_refused(tree: bytes, said: str) -> None:
+    """Trees with too many repeated parts, too much depth, or attributes that control picklers are refused."""
     found = follow(tree)
     with pytest.raises(PickleUnsafe, match=said):
         check_bounds(found, len(tree))
 
 
 def test_usual_trees_are_within_bounds() -> None:
-    """A million numbers, and rows that are one object in a thousand places."""
+    """Large lists, and rows that are shared a thousand times, are accepted."""
     for value in (list(range(1_000_00)), [[0] * 100] * 1_000, {"a": [{"b": (1,)}] * 9}):
         raw = pickle.dumps(value)
         check_bounds(follow(raw), len(raw))
 
 
 def test_every_name_in_a_tree_is_found() -> None:
-    """In arguments, states, keys and contents."""
+    """`names_in` finds the names in arguments, states, keys and contents."""
     raw = pickle.dumps({torch.float32: [MetadataIndex("w", torch.Size([1]))]})
     assert {name.name for name in names_in(follow(raw))} == {"float32", "MetadataIndex", "Size"}
 
 
-def test_fields_are_told_as_pairs_are() -> None:
-    """An instance that is followed in one step has the attributes that it has step by step."""
+def test_fields_equal_pairs() -> None:
+    """An instance that is read in one step has the same attributes as in single steps."""
     quick = follow(pickle.dumps([MetadataIndex("a", None, 1), MetadataIndex("b", None, 2)]))
     assert type(quick[0].state) is Pairs
     assert type(quick[1].state) is Fields

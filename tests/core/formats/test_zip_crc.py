@@ -1,4 +1,4 @@
-"""The CRC32 inside `torch.save`'s containers: what it finds, and where there is none."""
+"""The CRC32 in `torch.save`'s containers: which damage it detects, and items without one."""
 
 import io
 import struct
@@ -27,7 +27,7 @@ def verdict(raw: bytes | bytearray) -> Verdict:
     view = memoryview(raw)
 
     def fetch(offset: int, length: int) -> memoryview:
-        assert 0 <= offset <= offset + length <= len(view), "it looks only inside the item"
+        assert 0 <= offset <= offset + length <= len(view), "the check reads only inside the item"
         return view[offset : offset + length]
 
     return check_range(fetch, len(raw))
@@ -37,8 +37,8 @@ TENSOR = saved(torch.arange(1000, dtype=torch.int32))
 DATA = torch.arange(1000, dtype=torch.int32).numpy().tobytes()
 
 
-def test_what_torch_saved_is_intact() -> None:
-    """Tensors and objects alike, and what has no CRC32, or is no container, is said to be unchecked."""
+def test_saved_items_are_intact() -> None:
+    """Saved tensors and objects are intact. An item without CRC32, or that is no container, is unchecked."""
     assert verdict(TENSOR) is Verdict.INTACT
     assert verdict(saved({"step": 3, "tensors": [torch.ones(3), torch.zeros(0)]})) is Verdict.INTACT
     assert verdict(saved(torch.ones(3), with_crc=False)) is Verdict.UNCHECKED
@@ -47,7 +47,7 @@ def test_what_torch_saved_is_intact() -> None:
 
 @given(st.integers(0, len(DATA) - 1), st.integers(1, 255))
 def test_every_wrong_byte_of_a_tensor_is_found(position: int, change: int) -> None:
-    """Whatever byte of the data is another, the item is damaged."""
+    """A change of any data byte raises ItemDamaged."""
     raw = bytearray(TENSOR)
     raw[TENSOR.index(DATA) + position] ^= change
     with pytest.raises(ItemDamaged, match="expected CRC32"):
@@ -56,7 +56,7 @@ def test_every_wrong_byte_of_a_tensor_is_found(position: int, change: int) -> No
 
 @given(st.integers(0, len(TENSOR) - 1), st.integers(1, 255), st.integers(0, len(TENSOR)))
 def test_damage_anywhere_is_a_verdict(position: int, change: int, length: int) -> None:
-    """A wrong byte or an early end anywhere gives a verdict or ItemDamaged, and never a look outside the item."""
+    """After any changed byte or truncation, the check returns or raises ItemDamaged, and reads only inside the item."""
     raw = bytearray(TENSOR)
     raw[position] ^= change
     for damaged in (raw, TENSOR[:length]):
@@ -67,7 +67,7 @@ def test_damage_anywhere_is_a_verdict(position: int, change: int, length: int) -
 
 
 def test_sizes_beyond_32_bits_are_understood() -> None:
-    """A record whose size and place stand in the ZIP64 fields is found and checked."""
+    """A record with ZIP64 size and offset is found and checked."""
     data, name, wide = b"0123456789" * 10, b"archive/data/0", 0xFFFFFFFF
     head = struct.pack("<4s5H3L2H", b"PK\x03\x04", 45, 0, 0, 0, 0, zlib.crc32(data), wide, wide, len(name), 0) + name
     extra = struct.pack("<2H3Q", 1, 24, len(data), len(data), 0)

@@ -1,4 +1,4 @@
-"""The decisions of the commit protocol, one by one and all together in small worlds."""
+"""The decisions of the commit protocol, one by one and over all small combinations."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -32,7 +32,7 @@ def version(sequence: int, save_id: str = "", lineage: str = "run", created: flo
 @pytest.mark.parametrize("coordinator", ["", "a", "b"])
 @pytest.mark.parametrize("is_worked_on", [False, True])
 def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordinator: str, is_worked_on: bool) -> None:
-    """Over all answers of two other nodes: what is dropped can have been published by neither of them."""
+    """Over all answers of two nodes: a save is dropped only if neither can have published it."""
     for told in product([*Answer, SILENT], repeat=2):
         answers = {node: answer for node, answer in zip("bc", told, strict=True) if answer is not None}
         found = settled(coordinator, answers, is_worked_on=is_worked_on)
@@ -50,22 +50,25 @@ def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordin
             assert set(found.waits_for) == {"b", "c"} - quiet != set()
 
 
-def test_a_coordinator_that_has_given_up_settles_it_for_all() -> None:
-    """The decision is on its node before any other has it, so no other node need be waited for. One that knows nothing
-    may have forgotten it, with its disk put back."""
+def test_a_coordinator_that_aborted_settles_the_save() -> None:
+    """The coordinator decides before any other node, so its `aborted` drops a save without other answers. Its `absent`
+    does not, because its disk may have been restored.
+    """
     assert settled("b", {"b": Answer.ABORTED}).fate is Fate.DROP
     assert settled("b", {"b": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
     assert settled("b", {"b": Answer.ABSENT, "c": Answer.ABSENT}).fate is Fate.DROP
     assert settled("a", {}).fate is Fate.DROP
     assert settled("b", {"c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
-    assert settled("b", {"c": Answer.ABORTED}).fate is Fate.DROP, "retention has removed it there"
+    assert settled("b", {"c": Answer.ABORTED}).fate is Fate.DROP, "retention has removed the save there"
     assert settled("b", {"b": Answer.STAGED}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
     assert settled("b", {"b": Answer.WORKING, "c": Answer.ABSENT}).fate is Fate.WORKED_ON
     assert settled("b", {"b": Answer.DECIDED, "c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
 
 
-def test_of_one_lineage_the_newer_save_has_the_name() -> None:
-    """By sequence, then clock, then id; of another lineage only what the save was opened to replace gives way."""
+def test_within_a_lineage_the_newer_save_is_published() -> None:
+    """Within a lineage, sequence, clock and id decide. Another lineage's version is replaced only if the save was
+    opened over it.
+    """
     assert may_publish(version(1), None, "")
     assert may_publish(version(2), version(1), "")
     assert may_publish(version(2), version(2), "")
@@ -76,8 +79,8 @@ def test_of_one_lineage_the_newer_save_has_the_name() -> None:
     assert not may_publish(version(9, lineage="other"), version(1), "save0")
 
 
-def test_a_version_goes_only_for_a_newer_one_that_was_seen_whole() -> None:
-    """Not for itself, not for an older one, and for one of another lineage only where that has the name."""
+def test_a_version_is_dropped_only_for_a_newer_complete_one() -> None:
+    """A version is dropped only for a newer one seen complete, and for another lineage's only if that one is published."""
     assert not may_be_dropped(version(1), whole=[], published=version(2))
     assert not may_be_dropped(version(1), whole=[version(1)], published=version(2))
     assert not may_be_dropped(version(2), whole=[version(1)], published=version(3))
@@ -88,23 +91,25 @@ def test_a_version_goes_only_for_a_newer_one_that_was_seen_whole() -> None:
     assert may_be_dropped(version(1), whole=[other], published=other)
 
 
-def test_a_decided_save_goes_only_for_a_newer_one_of_another_run() -> None:
-    """All its nodes say that they did not publish it, the other one has the name, is whole, and newer by the clock."""
+def test_a_decided_save_is_dropped_only_for_another_runs_newer_one() -> None:
+    """A decided save that no node published is dropped only for another run's published, complete save that is not
+    older by the clock.
+    """
     ours, other = version(9, created=1.0), version(2, lineage="other", created=2.0)
 
-    def goes(
+    def may_be_deleted(
         published: Version | None, *, replaces: str = "", whole: Sequence[Version] = (other,), seen: bool = True
     ) -> bool:
         return is_without_a_name(ours, published=published, replaces=replaces, whole=whole, is_seen_nowhere=seen)
 
-    assert goes(other)
-    assert not goes(other, seen=False)
-    assert not goes(other, whole=[])
-    assert not goes(other, whole=[version(3, lineage="other")])
-    assert not goes(other, replaces="save2"), "it takes the name"
-    assert not goes(None, whole=[other])
+    assert may_be_deleted(other)
+    assert not may_be_deleted(other, seen=False)
+    assert not may_be_deleted(other, whole=[])
+    assert not may_be_deleted(other, whole=[version(3, lineage="other")])
+    assert not may_be_deleted(other, replaces="save2"), "the save may replace the published one"
+    assert not may_be_deleted(None, whole=[other])
     own = version(10, created=2.0)
-    assert not goes(own, whole=[own]), "of one run the sequence decides, and what is replaced goes elsewhere"
+    assert not may_be_deleted(own, whole=[own]), "within one run the sequence decides"
     at_once, older = (version(2, lineage="other", created=created) for created in (ours.created_unix_s, 0.5))
-    assert goes(at_once, whole=[at_once]), "nothing tells which is newer, and that one has the name"
-    assert not goes(older, whole=[older])
+    assert may_be_deleted(at_once, whole=[at_once]), "with equal clocks the published save stays"
+    assert not may_be_deleted(older, whole=[older])

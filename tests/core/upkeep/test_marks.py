@@ -1,4 +1,4 @@
-"""Marks on checkpoints: what several nodes know together, what is no mark, and that no mark removes anything."""
+"""Marks on checkpoints: merging those of several nodes, refusing invalid ones, and no removal because of a mark."""
 
 import json
 from dataclasses import replace
@@ -29,8 +29,8 @@ def counted(newest: int, **count_by_save: int) -> Marks:
     return Marks({}, {RUN: Restores(newest, {name * 32: count for name, count in count_by_save.items()})})
 
 
-def test_several_nodes_know_the_newest_together() -> None:
-    """In any order: the last change of a rejection, the counts since the latest save, the largest of each checkpoint."""
+def test_marks_of_several_nodes_are_merged() -> None:
+    """Merging in any order gives the last change of each rejection, and the largest counts since the latest save."""
     told = [
         replace(counted(7, a=1, b=2), rejections={A: 1, B: 2}),
         replace(counted(7, a=3), rejections={A: 2}),
@@ -42,12 +42,12 @@ def test_several_nodes_know_the_newest_together() -> None:
         assert not found.is_rejected(A)
         assert found.is_rejected(B)
         assert [found.count_restores(RUN, 7, save_id) for save_id in (A, B)] == [3, 2]
-        assert found.count_restores(RUN, 8, A) == 0, "a later save begins a new count"
+        assert found.count_restores(RUN, 8, A) == 0, "a later save starts a new count"
         assert found.count_restores("", 7, A) == 0
 
 
-def test_a_mark_changes_after_all_that_is_known() -> None:
-    """A rejection and its end each count one more; what is so already does not change."""
+def test_a_change_raises_the_revision() -> None:
+    """A rejection and its end each raise the revision. Setting the current state again does not."""
     assert [next_revision(number, is_rejected=True) for number in (0, 1, 2, 3)] == [1, 1, 3, 3]
     assert [next_revision(number, is_rejected=False) for number in (0, 1, 2, 3)] == [0, 2, 2, 4]
     with pytest.raises(ValueError, match="no number is left"):
@@ -71,14 +71,14 @@ def test_a_mark_changes_after_all_that_is_known() -> None:
         {"restores": {RUN: 7}},
     ],
 )
-def test_what_is_no_mark_is_refused(told: dict[str, Any]) -> None:
-    """A peer's or a damaged file's: nothing of it is taken."""
+def test_invalid_marks_are_refused(told: dict[str, Any]) -> None:
+    """Invalid marks from a peer or a damaged file are refused as a whole."""
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         Marks.from_json({"rejections": {}, "restores": {}, **told})
 
 
-def test_marks_travel_within_bounds() -> None:
-    """As JSON in a node's report; of too many, the newest are read. An older agent sends none."""
+def test_marks_decode_within_bounds() -> None:
+    """Marks in a node's report decode unchanged. Of too many, the newest are kept. A report without marks has none."""
     marks = replace(counted(7, a=1), rejections={A: 1})
     assert NodeReport.from_json(json.loads(json.dumps(NodeReport(marks=marks).to_json()))).marks == marks
     assert NodeReport.from_json({}).marks == NO_MARKS
@@ -87,8 +87,10 @@ def test_marks_travel_within_bounds() -> None:
     assert list(found.rejections) == list(many)[5:]
 
 
-def test_a_rejected_checkpoint_takes_no_good_ones_place() -> None:
-    """Neither among the newest, nor as the best or as the newest with all copies; and its mark removes nothing."""
+def test_a_rejected_checkpoint_does_not_count() -> None:
+    """A rejected checkpoint does not count for `keep_last`, as the best, or as the newest with all copies. A rejection
+    never removes more checkpoints.
+    """
     saves = [
         Candidate(
             f"step-{number}", f"{number:032x}", number, is_protected=number < 6, metrics={"loss": float(9 - number)}
@@ -112,7 +114,7 @@ def test_a_rejected_checkpoint_takes_no_good_ones_place() -> None:
 
 
 def test_the_last_checkpoint_that_is_not_rejected_is_the_last_good_one() -> None:
-    """`rm` refuses it although a rejected one would stay."""
+    """`rm` refuses the only checkpoint that is not rejected, although a rejected one would stay."""
     good, bad = (Candidate(f"step-{number}", f"{number:032x}", number) for number in (1, 2))
     saves = [Removable(good, RUN), Removable(replace(bad, is_rejected=True), RUN)]
     assert find_last_good(saves, {good.save_id}) == ("step-1",)

@@ -1,4 +1,4 @@
-"""The overview: what is missing on all nodes together, and the newest save of each level."""
+"""The overview: missing copies over all nodes, and the newest save of each level of protection."""
 
 from dataclasses import replace
 
@@ -32,25 +32,25 @@ def view(
 
 
 def test_all_copies_are_there() -> None:
-    """The newest save has every level but the bucket's."""
+    """With all copies, the newest save has every level but the bucket's."""
     assert overview(view("a"), view("b")) == Overview(0, 0, 20.0, 20.0, 0.0, 0)
 
 
 def test_a_lost_node_leaves_copies_missing() -> None:
-    """Its saves are whole on the other, and none has all copies; a node that is only silent counts for a while."""
+    """After the loss of one of two nodes, saves are complete but lack copies. A silent node counts for a while."""
     assert overview(view("a"), view("b", GONE)) == Overview(4, 0, 20.0, 0.0, 0.0, 0)
     assert overview(view("a"), view("b", ASSUMED)) == Overview(0, 0, 20.0, 20.0, 0.0, 0)
     assert overview(view("a"), NodeView("b", ASSUMED, None)) == Overview(0, 0, 20.0, 20.0, 0.0, 0)
 
 
 def test_a_lost_shard_leaves_the_older_save() -> None:
-    """The newest whole save is the older one, which also has all its copies."""
+    """If the newest save has lost a shard, the older save is the newest complete one, with all its copies."""
     found = overview(view("a", new=BOTH[:1]), view("b", new=BOTH[:1]))
     assert found == Overview(2, 1, 10.0, 10.0, 0.0, 0)
 
 
 def test_damaged_and_torn_files_are_no_copies() -> None:
-    """One is known to be bad, another has a wrong size."""
+    """A damaged file and a truncated file count as missing copies."""
     bad = replace(holding("a", NEW, *BOTH), damaged=(shard(0),))
     torn = replace(holding("b", NEW, *BOTH), sizes={shard(0): 99, shard(1): 100})
     assert overview(NodeView("a", UP, (bad,)), NodeView("b", UP, (torn,)), going=frozenset({OLD.save_id})) == Overview(
@@ -58,8 +58,8 @@ def test_damaged_and_torn_files_are_no_copies() -> None:
     )
 
 
-def test_one_that_is_removed_or_replaced_lacks_nothing() -> None:
-    """Its copies go one after the other."""
+def test_a_removed_or_replaced_save_has_no_missing_copies() -> None:
+    """A save that is being removed or was replaced has no missing copies."""
     a, b = view("a"), NodeView("b", UP, (holding("b", NEW, *BOTH),))
     assert overview(a, b).copies_missing == 2
     assert overview(a, b, going=frozenset({OLD.save_id})).copies_missing == 0
@@ -67,8 +67,8 @@ def test_one_that_is_removed_or_replaced_lacks_nothing() -> None:
     assert make_overview(Look({older.save_id: older, NEW.save_id: NEW}, (a, b))).copies_missing == 0
 
 
-def test_what_the_bucket_has() -> None:
-    """A node that has seen the end of an upload is enough; one that was removed there again does not count."""
+def test_uploads_are_counted() -> None:
+    """One node's report of an upload is enough. A save that was removed from the bucket does not count."""
     one = overview(view("a", report=NodeReport(uploaded=frozenset({OLD.save_id, NEW.save_id}))), view("b"))
     assert (one.uploaded_unix_s, one.uploaded_bytes) == (20.0, 400)
     absent = NodeReport(uploaded=frozenset({NEW.save_id}), absent=frozenset({NEW.save_id}))

@@ -1,4 +1,4 @@
-"""Removal by hand: the last good checkpoint of a run is recognized, whatever else lies there."""
+"""Removal by hand: `find_last_good` recognizes the last good checkpoint of a run."""
 
 from dataclasses import replace
 
@@ -15,28 +15,30 @@ def save(number: int, *, lineage: str = "a", scope: str = "run/", whole: bool = 
     return Removable(candidate, lineage, is_lost=lost)
 
 
-def test_the_last_whole_one_of_a_run_is_the_last_good_one() -> None:
-    """With a whole one left nothing is refused; without, each chosen one is that may be whole."""
+def test_the_last_complete_checkpoint_of_a_run_is_the_last_good_one() -> None:
+    """If a complete checkpoint stays, nothing is refused. Otherwise every chosen checkpoint that may be complete is
+    refused.
+    """
     saves = [save(1), save(2), save(3, whole=False)]
     assert find_last_good(saves, {"a1"}) == ()
     assert find_last_good(saves, {"a1", "a2"}) == ("run/step-1", "run/step-2")
     assert find_last_good(saves, {"a1", "a2", "a3"}) == ("run/step-1", "run/step-2", "run/step-3")
 
 
-def test_another_run_takes_the_place_of_none() -> None:
-    """Neither another lineage's checkpoint nor one in another directory."""
+def test_another_runs_checkpoint_does_not_count() -> None:
+    """A remaining checkpoint of another lineage or directory does not count for this run."""
     assert find_last_good([save(1), save(2, lineage="b")], {"a1"}) == ("run/step-1",)
     assert find_last_good([save(1), save(2, scope="")], {"a1"}) == ("run/step-1",)
 
 
-def test_what_is_lost_may_go_and_what_is_silent_may_be_good() -> None:
-    """A checkpoint with files that no node can hold is no good one; one with files that were not seen may be."""
+def test_a_lost_checkpoint_may_be_removed_and_a_silent_one_may_be_good() -> None:
+    """A checkpoint with a lost file is not good. A checkpoint whose files were not seen may be."""
     assert find_last_good([save(1, whole=False, lost=True)], {"a1"}) == ()
     assert find_last_good([save(1, whole=False)], {"a1"}) == ("run/step-1",)
 
 
 def test_prune_goes_by_the_rule_of_retention_in_each_run() -> None:
-    """The newest whole ones of each run stay, with those that are not older; a multiple of keep_every does."""
+    """In each run the newest complete checkpoints stay, with all newer ones and the multiples of `keep_every`."""
     saves = [save(number) for number in (1, 2, 3, 4)] + [save(5, whole=False), save(1, lineage="b")]
     going = {verdict.save_id for verdict in plan_prune(saves, Retention(keep_last=2)) if not verdict.is_kept}
     assert going == {"a1", "a2"}
@@ -44,8 +46,8 @@ def test_prune_goes_by_the_rule_of_retention_in_each_run() -> None:
     assert going == {"a1", "a3"}
 
 
-def test_only_nodes_that_answer_say_what_was_removed() -> None:
-    """What a silent node said once does not keep copies from being made."""
+def test_only_answering_nodes_report_removals() -> None:
+    """Only answering nodes' reports of removals count, so a silent node's does not stop repairs."""
     ids = "1" * 32, "2" * 32
     views = [
         NodeView("a", Presence.UP, (), node_report=NodeReport(removed=frozenset(ids[:1]))),
@@ -57,7 +59,7 @@ def test_only_nodes_that_answer_say_what_was_removed() -> None:
 
 
 def test_an_older_version_does_not_spread_while_a_node_has_the_removed_one() -> None:
-    """One node removed what replaced it, one has that still, one has the old one alone: none is copied."""
+    """One node removed a version, another still has it, and a third has the version before: neither version is copied."""
     old, new = (manifest(number, {shard(0): ("a", "b", "c")}) for number in (1, 2))
     views = [
         NodeView("a", Presence.UP, (), node_report=NodeReport(removed=frozenset({new.save_id}))),
@@ -66,13 +68,16 @@ def test_an_older_version_does_not_spread_while_a_node_has_the_removed_one() -> 
     ]
     assert find_removed(views) == {old.save_id, new.save_id}
     assert plan_repair({one.save_id: one for one in (old, new)}, views, going=find_removed(views)).actions == ()
-    assert find_removed([views[0], views[2]]) == {new.save_id}, "nothing tells that the old one was replaced"
+    assert find_removed([views[0], views[2]]) == {new.save_id}, (
+        "no node has the newer version, which would show that the old one was replaced"
+    )
 
 
 def test_a_damaged_manifest_of_what_is_being_removed_is_not_missed() -> None:
-    """One node has removed it, one has it still, and on one its manifest is damaged, which no node restores any more.
+    """A save is being removed, and one node's manifest of it is damaged: that manifest is neither restored nor reported
+    as lost.
 
-    It was said to be lost, on no node that answers, until it was removed on all nodes. Of other files that is true.
+    Files that do not match the save are reported.
     """
     of = manifest(1, {shard(0): ("b", "c")})
     entry = of.shards[shard(0)]

@@ -1,4 +1,4 @@
-"""The repair plan: what it makes up for, where, and that it asks for nothing when nothing is missing."""
+"""The repair plan: which copies it makes and where. It is empty if nothing is missing."""
 
 import json
 from collections.abc import Mapping
@@ -44,13 +44,14 @@ BOTH = (shard(0), shard(1))
 
 
 def test_nothing_missing_means_nothing_to_do() -> None:
-    """Every shard with its copies and every node with the metadata: an empty plan."""
+    """With all copies and metadata the plan is empty."""
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"]
     assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
 
 
 def test_a_copy_goes_first_where_no_older_version_is_in_its_way() -> None:
-    """The older one goes once the newer is seen with its copies: a copy that waits for that would wait for ever.
+    """A copy of the newer version goes to a node without the older one. That node drops the older one only once the
+    newer has its copies.
 
     Source: torture, seed 924637.
     """
@@ -65,7 +66,7 @@ def test_a_copy_goes_first_where_no_older_version_is_in_its_way() -> None:
 
 
 def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
-    """It gets manifest, metadata and a copy of every shard that has one copy left."""
+    """A blank node gets manifest, metadata and a copy of every shard with one copy left."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert [(action.node_id, action.sources) for action in plan.restore] == [("new", ("a",))]
@@ -74,15 +75,15 @@ def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
 
 
 def test_a_silent_node_is_not_taken_for_lost() -> None:
-    """Until it is aborted it counts as holding what it held, or, if nobody knows, what it was meant to hold."""
+    """Until a silent node counts as lost, its last known holdings count, or else its intended ones."""
     for held in (None, (holding("b", PAIR, *BOTH),)):
         views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", ASSUMED, held), NodeView("new", UP, ())]
         assert plan_repair({PAIR.save_id: PAIR}, views).copy == ()
 
 
 @pytest.mark.parametrize("size", [0, 99, 101])
-def test_a_copy_of_another_size_is_none(size: int) -> None:
-    """The node that holds it gets a good one in its place."""
+def test_a_copy_of_another_size_does_not_count(size: int) -> None:
+    """A node whose copy has a wrong size gets a good one in its place."""
     views = [
         NodeView("a", UP, (holding("a", PAIR, *BOTH),)),
         NodeView("b", UP, (holding("b", PAIR, *BOTH, size=size),)),
@@ -94,18 +95,20 @@ def test_a_copy_of_another_size_is_none(size: int) -> None:
 
 
 def test_a_damaged_copy_is_replaced_where_it_lies() -> None:
-    """It counts for nothing; its place is the first to get a good copy, and intact sources come before damaged ones."""
+    """A damaged copy does not count, and its node is the first to get a good one. Intact sources come before damaged
+    ones.
+    """
     bad = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),))
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", UP, (bad,)), NodeView("c", UP, ())]
     (action,) = plan_repair({PAIR.save_id: PAIR}, views).copy
     assert (action.node_id, action.shard, action.sources) == ("b", shard(1), ("a", "b"))
     assert action.replaces_damaged
-    assert str(action).endswith(" from a"), "in words the damaged one is no source"
+    assert str(action).endswith(" from a"), "the text names intact sources only"
     assert str(replace(action, sources=("b",))).endswith(" from its own data")
 
 
 def test_damaged_copies_are_all_that_is_left() -> None:
-    """Two of them may be whole together, so it is tried; one alone is lost."""
+    """Two damaged copies may be complete together, so a repair is planned. A single one is lost."""
     bad = {node: replace(holding(node, PAIR, *BOTH), damaged=(shard(1),)) for node in "ab"}
     together = plan_repair({PAIR.save_id: PAIR}, [NodeView(node, UP, (bad[node],)) for node in "ab"])
     assert copies(together) == [(shard(1), "a", ("a", "b")), (shard(1), "b", ("a", "b"))]
@@ -128,7 +131,7 @@ def test_domains_come_before_balance() -> None:
 
 
 def test_without_domains_a_new_copy_goes_to_another_host() -> None:
-    """The boot id of the newest save tells nodes of one host from others; two containers of it are one host."""
+    """Without domains, a new copy goes to a node with another boot id, not to another container of the same host."""
     plain = manifest(1, {shard(0): ("a", "b")}, domains=dict.fromkeys("abcd", ""))
     boots = {"a": "boot-1", "b": "boot-2", "c": "boot-1", "d": "boot-2"}
     hosts = replace(plain, nodes=tuple(replace(node, boot_id=boots[node.node_id]) for node in plain.nodes))
@@ -142,9 +145,9 @@ def test_without_domains_a_new_copy_goes_to_another_host() -> None:
 
 
 def test_a_node_is_in_the_domain_that_its_newest_save_names() -> None:
-    """One that was moved between two saves counts where it is now, for every node alike, and for copies of older saves.
+    """A node that moved counts in the domain of the newest save, also for copies of older saves.
 
-    What stock torch saved since names no domains.
+    A newer checkpoint of stock torch, which has no domains, is ignored.
     """
     run: dict[str, Any] = {"lineage": "1" * 16}
     before = replace(manifest(1, {shard(0): ("a", "b")}, domains={"a": "r1", "b": "r2", "c": "r1", "d": "r1"}), **run)
@@ -158,7 +161,7 @@ def test_a_node_is_in_the_domain_that_its_newest_save_names() -> None:
 
 
 def test_many_copies_are_spread() -> None:
-    """Nodes that were not meant to hold anything take about the same number of bytes each."""
+    """Nodes that are no intended holders get about the same number of bytes each."""
     names = [shard(rank) for rank in range(8)]
     wide = manifest(1, dict.fromkeys(names, ("a", "b")))
     views = [NodeView("a", UP, (holding("a", wide, *names),)), NodeView("b", GONE, None)]
@@ -167,8 +170,8 @@ def test_many_copies_are_spread() -> None:
     assert sorted(taken) == sorted("cdef" * 2)
 
 
-def test_what_no_node_holds_is_lost_and_what_cannot_be_copied_is_short() -> None:
-    """A shard without a copy is lost; one that needs more nodes than there are is short; both are said."""
+def test_a_shard_without_a_copy_is_lost() -> None:
+    """A shard without a copy is lost, and without a blank node no copy is planned."""
     plan = plan_repair(
         {PAIR.save_id: PAIR}, [NodeView("a", UP, (holding("a", PAIR, shard(0)),)), NodeView("b", GONE, None)]
     )
@@ -184,8 +187,10 @@ def restored(plan: RepairPlan) -> list[tuple[str, str]]:
     return [(action.node_id, action.save_id) for action in plan.restore]
 
 
-def test_an_older_save_of_the_same_checkpoint_gives_way_to_the_whole_newer_one() -> None:
-    """A node that missed an overwrite takes the newer save over; a newer one that is not whole replaces nothing."""
+def test_a_complete_newer_save_replaces_an_older_one() -> None:
+    """A node that missed an overwrite gets the newer save once that is complete. An incomplete newer save replaces
+    nothing.
+    """
     behind = NodeView("b", UP, (holding("b", PAIR, *BOTH),))
     plan = plan_repair(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, *BOTH),)), behind])
     assert restored(plan) == [("b", NEWER.save_id)]
@@ -195,12 +200,12 @@ def test_an_older_save_of_the_same_checkpoint_gives_way_to_the_whole_newer_one()
         (NEWER.save_id, shard(0)),
         (NEWER.save_id, shard(1)),
     }
-    assert torn.lost == (), "the older one is whole"
+    assert torn.lost == (), "the older save is complete"
 
 
 @pytest.mark.parametrize("last_seen", [None, (holding("c", NEWER, shard(1)),)])
-def test_what_is_assumed_makes_nothing_give_way(last_seen: tuple[Holding, ...] | None) -> None:
-    """A newer save that is whole only with what a silent node is assumed to hold takes no older one's place."""
+def test_assumed_holdings_replace_no_older_save(last_seen: tuple[Holding, ...] | None) -> None:
+    """A newer save that is complete only with a silent node's assumed holdings does not replace an older one."""
     newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("c", "b")})
     views = [
         NodeView("a", UP, (holding("a", newer, shard(0)),)),
@@ -215,22 +220,22 @@ def test_what_is_assumed_makes_nothing_give_way(last_seen: tuple[Holding, ...] |
     assert ("b", newer.save_id) in restored(back)
 
 
-@pytest.mark.parametrize("spoilt", ["damaged", "size", "metadata"])
-def test_only_what_was_seen_intact_makes_an_older_save_give_way(spoilt: str) -> None:
-    """A known bad file, one of a wrong size, or metadata that no node has: the older save stays where it is."""
+@pytest.mark.parametrize("defect", ["damaged", "size", "metadata"])
+def test_only_a_save_seen_intact_replaces_an_older_one(defect: str) -> None:
+    """A newer save with a damaged file, a wrong size or missing metadata does not replace an older one."""
     good = holding("a", NEWER, *BOTH)
     seen = {
         "damaged": replace(good, damaged=(shard(1),)),
         "size": replace(good, sizes={shard(0): 100, shard(1): 99}),
         "metadata": replace(good, has_metadata=False),
-    }[spoilt]
+    }[defect]
     plan = plan_repair(VERSIONS, [NodeView("a", UP, (seen,)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))])
     assert all(save_id != NEWER.save_id for node_id, save_id in restored(plan) if node_id == "b")
     assert not plan.is_complete
 
 
-def test_while_no_save_is_whole_each_is_mended_where_it_is() -> None:
-    """Nothing gives way to anything; what can be copied among the nodes of one save is copied, not onto the other's."""
+def test_while_no_save_is_complete_each_is_repaired_where_it_is() -> None:
+    """While neither version is complete, each is repaired on its own nodes, and neither replaces the other."""
     views = [
         NodeView("a", UP, (holding("a", NEWER, shard(0)),)),
         NodeView("b", UP, (holding("b", NEWER),)),
@@ -242,8 +247,10 @@ def test_while_no_save_is_whole_each_is_mended_where_it_is() -> None:
     assert {(action.save_id, action.node_id) for action in plan.copy} == {(NEWER.save_id, "b"), (PAIR.save_id, "d")}
 
 
-def test_a_replaced_save_is_mended_where_it_was_put() -> None:
-    """While the newer one is in doubt the older one gets its copies, there and on blank nodes, and takes no name back."""
+def test_a_replaced_save_is_repaired() -> None:
+    """While the newer save is in doubt, the replaced one gets copies, also on blank nodes, but does not take its name
+    back.
+    """
     aside = replace(holding("a", PAIR, shard(0)), is_replaced=True)
     views = [
         NodeView("a", UP, (holding("a", NEWER, shard(0)), aside)),
@@ -259,8 +266,8 @@ def test_a_replaced_save_is_mended_where_it_was_put() -> None:
     assert all(entry.is_in_doubt for entry in plan.short)
 
 
-def test_a_lineage_gives_way_to_no_other() -> None:
-    """Two runs that used one id: each is mended where it is, and a blank node gets the one that was saved last."""
+def test_a_lineage_replaces_no_other() -> None:
+    """Two runs used one id: each is repaired where it is, and a blank node gets the run saved last."""
     other = replace(NEWER, lineage="a" * 16, sequence=7, created_unix_s=5.0)
     mine = replace(PAIR, lineage="b" * 16, created_unix_s=9.0)
     views = [
@@ -282,16 +289,16 @@ def of_lineage(found: Holding, of: Manifest) -> Holding:
     return replace(found, lineage=of.lineage, created_unix_s=of.created_unix_s)
 
 
-def test_a_damaged_copy_beyond_those_wanted_is_mended() -> None:
-    """Whoever counts intact copies is content; the file is bad all the same, and verify says so."""
+def test_a_damaged_extra_copy_is_repaired() -> None:
+    """A damaged copy is repaired even if there are enough intact ones."""
     bad = replace(holding("c", PAIR, *BOTH), damaged=(shard(0),))
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"] + [NodeView("c", UP, (bad,))]
     (action,) = plan_repair({PAIR.save_id: PAIR}, views).copy
     assert (action.node_id, action.shard, action.replaces_damaged) == ("c", shard(0), True)
 
 
-def test_a_damaged_copy_that_cannot_be_mended_now_is_said() -> None:
-    """The intact ones are on nodes that do not answer: nothing is missing, and nothing is complete."""
+def test_a_damaged_copy_that_cannot_be_repaired_now_is_reported() -> None:
+    """If the intact copies are on silent nodes, the damaged shard is reported as short, and not as lost."""
     bad = replace(holding("b", PAIR, *BOTH), damaged=(shard(0),))
     plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", ASSUMED, None), NodeView("b", UP, (bad,))])
     assert plan.actions == ()
@@ -299,8 +306,8 @@ def test_a_damaged_copy_that_cannot_be_mended_now_is_said() -> None:
     assert plan.lost == ()
 
 
-def test_a_footer_is_made_anew_from_its_data() -> None:
-    """A single damaged copy is not lost if its data is intact; among damaged ones it is the first source."""
+def test_a_copy_with_a_damaged_footer_is_a_source() -> None:
+    """A single copy with only a damaged footer is not lost. Among damaged copies it is the first source."""
     footer_damaged = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),), footer_damaged=(shard(1),))
     (action,) = plan_repair({PAIR.save_id: PAIR}, [NodeView("b", UP, (footer_damaged,))]).copy
     assert (action.node_id, action.sources) == ("b", ("b",))
@@ -310,7 +317,7 @@ def test_a_footer_is_made_anew_from_its_data() -> None:
 
 
 def test_a_shard_that_the_manifest_does_not_name_is_set_aside() -> None:
-    """It is no part of the checkpoint, and verify would name it for ever."""
+    """A shard that is not in the manifest is quarantined."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH, shard(7)),)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert [(action.node_id, action.shard) for action in plan.set_aside] == [("a", shard(7))]
@@ -318,7 +325,7 @@ def test_a_shard_that_the_manifest_does_not_name_is_set_aside() -> None:
 
 
 def test_metadata_is_taken_from_a_node_whose_manifest_is_damaged() -> None:
-    """And the manifest from one whose metadata is: the two are mended by each other."""
+    """One node lacks metadata and another has a damaged manifest: each is the other's source."""
     left = holding("a", PAIR, *BOTH, has_metadata=False)
     right = unclaimed("b", {".metadata": (8, 9), shard(0): (100, 7), shard(1): (100, 7)})
     views = [NodeView("a", UP, (left,)), NodeView("b", UP, (), unclaimed=(right,))]
@@ -336,7 +343,9 @@ def unclaimed(node: str, files: Mapping[str, tuple[int, int | None]], checkpoint
 
 
 def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> None:
-    """Not of the newest, and they do not count for it: one flipped bit of a manifest makes no save whole."""
+    """Files without a manifest belong to the save that they match, not to the newest, and do not make that one
+    complete.
+    """
     newer = replace(NEWER, shards={name: replace(entry, crc32c=8) for name, entry in NEWER.shards.items()})
     manifests = {PAIR.save_id: PAIR, newer.save_id: newer}
     views = [
@@ -352,8 +361,10 @@ def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> Non
     }
 
 
-def test_files_of_a_save_that_nobody_knows_stay() -> None:
-    """A silent node may have their manifest. Where all have answered, their node lets a whole save take their place."""
+def test_files_of_an_unknown_save_stay() -> None:
+    """Files of an unknown save stay while a node is silent, which may have their manifest. If all nodes answer, their
+    node replaces them by a complete save.
+    """
     foreign = NodeView("c", UP, (), unclaimed=(unclaimed("c", {shard(0): (100, 66)}),))
     there = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"]
     for silent in (ASSUMED, GONE):
@@ -364,14 +375,16 @@ def test_files_of_a_save_that_nobody_knows_stay() -> None:
         ]
         assert plan.lost == ()
         assert str(plan.short[0]) == "step-1/.manifest.json (owner node c): on no node that answers; bring back node d"
-    assert plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), "c may know nodes that a does not"
+    assert plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), (
+        "node a plans no action of c, which may know other nodes"
+    )
     assert restored(plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
     (alone,) = plan_repair({}, [foreign]).lost
     assert (alone.shard, alone.owner) == (".manifest.json", "node c")
 
 
-def test_what_is_lost_names_the_nodes_to_bring_back() -> None:
-    """Those that were meant to hold it and do not answer, with their hosts."""
+def test_a_lost_shard_names_the_nodes_to_bring_back() -> None:
+    """A lost shard lists its silent intended holders with their hosts."""
     plan = plan_repair(
         {PAIR.save_id: PAIR}, [NodeView("a", UP, (holding("a", PAIR, shard(0)),)), NodeView("b", GONE, None)]
     )
@@ -380,8 +393,8 @@ def test_what_is_lost_names_the_nodes_to_bring_back() -> None:
     assert "bring back node b (host-b)" in str(lost)
 
 
-def test_a_plan_travels_as_json() -> None:
-    """What the command line plans is what the agents read."""
+def test_a_plan_decodes_unchanged() -> None:
+    """A plan decodes from JSON unchanged."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert RepairPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -400,7 +413,7 @@ NODES = "abcde"
 def test_carrying_the_plan_out_leaves_nothing_to_do(
     wanted: int, placed: list[list[str]], presence: Mapping[str, Presence]
 ) -> None:
-    """Once the plan is done every shard that had a copy has as many as there are nodes for; none is made twice."""
+    """After the plan was carried out, every shard with a copy has as many as possible, and the next plan is empty."""
     saved = manifest(1, {shard(rank): tuple(nodes) for rank, nodes in enumerate(placed)}, copies=wanted)
     held: dict[str, set[str]] = {
         node: {name for name, entry in saved.shards.items() if node in entry.holders}
@@ -428,8 +441,10 @@ def test_carrying_the_plan_out_leaves_nothing_to_do(
         assert (have == 0) == (name in {entry.shard for entry in again.lost})
 
 
-def test_a_node_that_leaves_gives_copies_and_takes_none() -> None:
-    """Its copies count for nothing: each is made where another node is left, from its own if there is no other."""
+def test_a_leaving_node_is_a_source_but_gets_no_copies() -> None:
+    """A leaving node's copies do not count: others get copies, from the leaving node if there is no other source. It
+    gets none.
+    """
     views = [
         NodeView("a", UP, (holding("a", PAIR, *BOTH),), is_leaving=True),
         NodeView("b", UP, (holding("b", PAIR, shard(0)),)),

@@ -1,4 +1,4 @@
-"""The retention plan: what goes, what stays and why, against a dumb model that asks about one checkpoint at a time."""
+"""The retention plan: what is removed, what stays and why, compared with a naive model."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,9 @@ def scored(sequence: int, **metrics: float) -> Candidate:
 
 
 def test_the_best_stays() -> None:
-    """By the smallest or the largest value; not one that is lost, without the metric, or NaN; of equals the newest."""
+    """`keep_best` keeps the smallest or largest metric, of equals the newest. Incomplete checkpoints, NaN and missing
+    metrics do not count.
+    """
     saves = [
         scored(1, loss=3.0),
         scored(2, loss=1.0),
@@ -58,32 +60,32 @@ def test_the_best_stays() -> None:
         scored(6),
     ]
     last_one = Retention(keep_last=1)
-    assert goes(saves, last_one) == {1, 2, 3, 4, 5}
-    assert goes(saves, replace(last_one, keep_best="loss")) == {1, 2, 4, 5}
-    assert goes(saves, replace(last_one, keep_best="loss", best_is="max")) == {2, 3, 4, 5}
-    assert goes(saves, replace(last_one, keep_best="accuracy")) == {1, 2, 3, 4, 5}
+    assert removed_by(saves, last_one) == {1, 2, 3, 4, 5}
+    assert removed_by(saves, replace(last_one, keep_best="loss")) == {1, 2, 4, 5}
+    assert removed_by(saves, replace(last_one, keep_best="loss", best_is="max")) == {2, 3, 4, 5}
+    assert removed_by(saves, replace(last_one, keep_best="accuracy")) == {1, 2, 3, 4, 5}
     endless = scored(7, loss=float("-inf"))
-    assert goes([endless, *saves, scored(8)], replace(last_one, keep_best="loss")) == {1, 2, 4, 5, 6, 7}
+    assert removed_by([endless, *saves, scored(8)], replace(last_one, keep_best="loss")) == {1, 2, 4, 5, 6, 7}
     lost = [*saves[:2], replace(saves[2], is_whole=False, is_protected=False), *saves[3:]]
-    assert goes(lost, replace(last_one, keep_best="loss")) == {1, 3, 4, 5}
+    assert removed_by(lost, replace(last_one, keep_best="loss")) == {1, 3, 4, 5}
 
 
 def test_multiples_of_a_period_of_steps_stay() -> None:
-    """By the number at the end of the id, not by saves; of a step that was saved twice, the newest complete version."""
+    """`keep_period` uses the number at the end of the id. Of a step saved twice, the newest complete version stays."""
     ids = ["run/step-0500", "run/step-1000", "run/step-1000", "run/step-1000", "run/best", "run/step-1500", "run/2000"]
     saves = [candidate(number, of=name, whole=number != 4) for number, name in enumerate([*ids, "run/step-2001"], 1)]
     last_one = Retention(keep_last=1)
-    assert goes(saves, last_one) == {1, 2, 3, 4, 5, 6, 7}
-    assert goes(saves, replace(last_one, keep_period=1000)) == {1, 2, 5, 6}
-    assert goes(saves, replace(last_one, keep_period=1000, keep_every=6)) == {1, 2, 5}
+    assert removed_by(saves, last_one) == {1, 2, 3, 4, 5, 6, 7}
+    assert removed_by(saves, replace(last_one, keep_period=1000)) == {1, 2, 5, 6}
+    assert removed_by(saves, replace(last_one, keep_period=1000, keep_every=6)) == {1, 2, 5}
     why = {one.sequence: one.rule for one in judge(saves, replace(last_one, keep_period=1000))}
     assert why[3] == "its step 1000 is a multiple of 1000"
     assert why[6].endswith("and its step is not a multiple of 1000")
 
 
 @pytest.mark.parametrize("bad", [0, True, 1.5, "1000"])
-def test_a_period_that_cannot_be_is_refused(bad: Any) -> None:
-    """From the user and from a peer."""
+def test_an_invalid_period_is_refused(bad: Any) -> None:
+    """An invalid `keep_period` of the user or a peer is refused."""
     with pytest.raises(ConfigInvalid, match="keep_period"):
         Retention(keep_last=1, keep_period=bad)
     fields = Policy("", NODES, 3, Retention(keep_last=2, keep_period=100)).to_json()
@@ -93,8 +95,8 @@ def test_a_period_that_cannot_be_is_refused(bad: Any) -> None:
         Policy.from_json(fields)
 
 
-def test_a_policy_names_the_best_to_other_nodes() -> None:
-    """As JSON and back; one of an agent that knows no best is read as one that names none."""
+def test_a_policy_with_keep_best_decodes_unchanged() -> None:
+    """A policy with `keep_best` decodes from JSON unchanged. A policy of an older agent has no `keep_best`."""
     policy = Policy("", NODES, 3, Retention(keep_last=2, keep_best="loss", best_is="max"))
     assert Policy.from_json(json.loads(json.dumps(policy.to_json()))) == policy
     fields = policy.to_json()
@@ -106,21 +108,23 @@ def with_optimizer(sequence: int, **kinds: Any) -> Candidate:
     return replace(candidate(sequence, **kinds), is_full=True, can_slim=True)
 
 
-def drops(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
+def slimmed_by(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
     verdicts = judge(candidates, retention)
     assert all(verdict.is_kept for verdict in verdicts if verdict.drops_optimizer)
     return {verdict.sequence for verdict in verdicts if verdict.drops_optimizer}
 
 
 def test_older_checkpoints_keep_their_weights_alone() -> None:
-    """All but the newest full ones that are whole; also those that another rule keeps. Without the field none does."""
+    """With `full_last`, all but the newest complete full checkpoints drop their optimizer, also those that other rules
+    keep.
+    """
     saves = [with_optimizer(number) for number in range(1, 7)]
     policy = Retention(keep_last=4, keep_every=2, full_last=2)
-    assert goes(saves, policy) == {1}
-    assert drops(saves, policy) == {2, 3, 4}
-    assert drops(saves, Retention(keep_last=4)) == set()
+    assert removed_by(saves, policy) == {1}
+    assert slimmed_by(saves, policy) == {2, 3, 4}
+    assert slimmed_by(saves, Retention(keep_last=4)) == set()
     best = [replace(saves[0], metrics={"loss": 0.5}), *saves[1:]]
-    assert drops(best, Retention(keep_last=2, keep_best="loss", full_last=1)) == {1, 5}
+    assert slimmed_by(best, Retention(keep_last=2, keep_best="loss", full_last=1)) == {1, 5}
     (oldest,) = (verdict for verdict in judge(saves, policy) if verdict.sequence == 2)
     assert "it keeps only its weights: its sequence is below 5, the lowest of the newest 2 full checkpoints" in str(
         oldest
@@ -128,23 +132,29 @@ def test_older_checkpoints_keep_their_weights_alone() -> None:
 
 
 def test_what_keeps_its_optimizer() -> None:
-    """Too few are full; one lacks a shard, is held back, or has no optimizer of its own; the newest with all its copies."""
+    """A checkpoint keeps its optimizer if it is incomplete, held back, already slim or the newest with all copies, or
+    if too few are full.
+    """
     policy = Retention(keep_last=9, full_last=2)
-    assert drops([with_optimizer(1), with_optimizer(2)], policy) == set()
-    assert drops([with_optimizer(1), with_optimizer(2), with_optimizer(3, whole=False)], policy) == set()
-    assert drops([candidate(5), with_optimizer(1), with_optimizer(2)], policy) == set()
+    assert slimmed_by([with_optimizer(1), with_optimizer(2)], policy) == set()
+    assert slimmed_by([with_optimizer(1), with_optimizer(2), with_optimizer(3, whole=False)], policy) == set()
+    assert slimmed_by([candidate(5), with_optimizer(1), with_optimizer(2)], policy) == set()
     newer = [with_optimizer(8), with_optimizer(9)]
-    assert drops([with_optimizer(1), *newer], policy) == {1}
-    assert drops([with_optimizer(1, whole=False), *newer], policy) == set()
-    assert drops([with_optimizer(1, held="wait"), *newer], policy) == set()
-    assert drops([candidate(1), *newer], policy) == set()
+    assert slimmed_by([with_optimizer(1), *newer], policy) == {1}
+    assert slimmed_by([with_optimizer(1, whole=False), *newer], policy) == set()
+    assert slimmed_by([with_optimizer(1, held="wait"), *newer], policy) == set()
+    assert slimmed_by([candidate(1), *newer], policy) == set()
     single = [with_optimizer(8, protected=False), with_optimizer(9, protected=False)]
-    assert drops([with_optimizer(1), with_optimizer(2), *single], policy) == {1}
-    assert drops([replace(candidate(1), can_slim=True), *newer], policy) == {1}, "some nodes have the optimizer still"
+    assert slimmed_by([with_optimizer(1), with_optimizer(2), *single], policy) == {1}
+    assert slimmed_by([replace(candidate(1), can_slim=True), *newer], policy) == {1}, (
+        "some nodes still have the optimizer"
+    )
 
 
-def test_full_last_is_checked_and_travels() -> None:
-    """At least one, at most keep_last; as JSON and back; `prune` with fewer checkpoints takes the policy all the same."""
+def test_full_last_is_checked_and_decodes_unchanged() -> None:
+    """`full_last` must be 1 to `keep_last`, and decodes from JSON unchanged. `prune` to fewer checkpoints accepts such
+    a policy.
+    """
     for wrong in (0, 3, True, "2"):
         with pytest.raises(ConfigInvalid, match="full_last"):
             Retention(keep_last=2, full_last=wrong)  # type: ignore[arg-type]
@@ -155,31 +165,31 @@ def test_full_last_is_checked_and_travels() -> None:
     assert [verdict.sequence for verdict in verdicts if verdict.is_kept] == [4]
 
 
-def goes(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
+def removed_by(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
     return {verdict.sequence for verdict in judge(candidates, retention) if not verdict.is_kept}
 
 
-def dumb(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
-    """The sequences that go: all that no rule speaks for, each asked on its own."""
+def naive_model(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
+    """A naive model of the policy: the sequences of the checkpoints that no rule keeps."""
     gone = set()
     for one in candidates:
         newer_whole = {other.checkpoint_id for other in candidates if other.is_whole and other.sequence > one.sequence}
         is_newest_protected = one.is_protected and not any(
             other.is_protected and other.sequence > one.sequence for other in candidates
         )
-        speaks_for_it = (
+        keeping_rules = (
             len(newer_whole) < retention.keep_last,
             retention.keep_every is not None and one.sequence % retention.keep_every == 0,
             bool(one.held_back),
             is_newest_protected,
         )
-        if not any(speaks_for_it):
+        if not any(keeping_rules):
             gone.add(one.sequence)
     return gone
 
 
-def test_every_small_world_is_judged_as_by_the_model() -> None:
-    """Up to five saves, each whole or not, protected or not, held back or not, under every small policy."""
+def test_every_small_case_is_judged_as_by_the_model() -> None:
+    """Up to five saves, complete or not, with all copies or not, held back or not, under every small policy."""
     kinds: list[dict[str, Any]] = [
         {"whole": False},
         {"whole": True, "protected": False},
@@ -191,13 +201,13 @@ def test_every_small_world_is_judged_as_by_the_model() -> None:
             candidates = [candidate(number, **kind) for number, kind in enumerate(world, 1)]
             for last, every in product((1, 2, 3), (None, 1, 2, 3)):
                 retention = Retention(keep_last=last, keep_every=every)
-                found = goes(candidates, retention)
-                assert found == dumb(candidates, retention), (candidates, retention)
+                found = removed_by(candidates, retention)
+                assert found == naive_model(candidates, retention), (candidates, retention)
                 check_promises(candidates, retention, found)
 
 
 def check_promises(candidates: Sequence[Candidate], retention: Retention, gone: set[int]) -> None:
-    """What holds whatever the rules are: said without them."""
+    """Guarantees that hold under every policy."""
     assert not candidates or len(gone) < len(candidates)
     whole = sorted({one.sequence for one in candidates if one.is_whole}, reverse=True)
     assert not gone & set(whole[: retention.keep_last])
@@ -211,10 +221,10 @@ def check_promises(candidates: Sequence[Candidate], retention: Retention, gone: 
     st.none() | st.integers(1, 4),
     st.randoms(use_true_random=False),
 )
-def test_overwrites_and_equal_sequences_too(
+def test_overwrites_and_equal_sequences(
     drawn: list[tuple[int, str, bool, bool, bool]], last: int, every: int | None, chance: Random
 ) -> None:
-    """Several saves of one id count once; in whatever order they are listed, the verdict is the same."""
+    """Several saves of one id count once, and the order of the list does not matter."""
     retention = Retention(keep_last=last, keep_every=every)
     candidates = [
         Candidate(name, save_id(number), sequence, whole, whole and protected, "wait" if held else "")
@@ -239,7 +249,7 @@ def test_overwrites_and_equal_sequences_too(
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0}])
 def test_a_policy_that_keeps_nothing_is_refused(wrong: dict[str, Any]) -> None:
-    """Whole numbers from 1."""
+    """`keep_last` and `keep_every` must be integers from 1."""
     with pytest.raises(ConfigInvalid):
         Retention(**wrong)
 
@@ -279,7 +289,7 @@ def removed(plan: RetentionPlan) -> list[tuple[str, str]]:
 
 
 def test_each_node_removes_its_part_oldest_first() -> None:
-    """Both nodes plan alike; the reason names the rule; the plan prints."""
+    """Each node removes its own holdings, oldest first. The reason has the rule, and the plan prints."""
     plan = plan_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(LAST_TWO)])
     assert [removal.checkpoint_id for removal in plan.of_node("a")] == ["step-1", "step-2"]
     assert plan.of_node("a")[0].rule == "its sequence 1 is below 3, the lowest of the newest 2 complete checkpoints"
@@ -289,14 +299,14 @@ def test_each_node_removes_its_part_oldest_first() -> None:
 
 
 def full(sequence: int) -> Manifest:
-    """Each rank has a file of weights and one of the optimizer."""
+    """A manifest with a file of weights and a file of the optimizer for each rank."""
     found = manifest(sequence)
     both = {name.replace("_0.distcp", f"_{part}.distcp"): one for name, one in found.shards.items() for part in (0, 1)}
     return replace(found, shards=both, weights=WeightsEntry(2, 3, 0, 0, ("optim",)))
 
 
-def sees(node: str, full_ones: Sequence[Manifest], slim_ones: Sequence[Manifest] = (), **more: Any) -> NodeView:
-    """A node that has all files of these, and has dropped the optimizer of those."""
+def view_of_full(node: str, full_ones: Sequence[Manifest], slim_ones: Sequence[Manifest] = (), **more: Any) -> NodeView:
+    """A view of a node with all files of `full_ones`, and without the optimizer of `slim_ones`."""
     held = [holding(node, one, tuple(one.shards)) for one in full_ones]
     held += [replace(holding(node, one), is_slim=True) for one in slim_ones]
     return NodeView(node, more.pop("presence", UP), tuple(held), **more)
@@ -307,28 +317,35 @@ def slimmed(plan: RetentionPlan) -> list[tuple[str, str]]:
 
 
 def test_each_node_drops_its_part_of_an_optimizer() -> None:
-    """Also where others have dropped theirs; not a replaced version; in doubt only behind full ones with all copies."""
+    """Each node drops its own files, also if others already have, but not of replaced versions. In doubt, only
+    checkpoints before a full one with all copies are slimmed.
+    """
     saves = [full(number) for number in (1, 2, 3)]
     manifests, kept = by_save(saves), [policy(Retention(keep_last=3, full_last=1))]
-    plan = plan_retention(manifests, [sees("a", saves), sees("b", saves)], kept)
+    plan = plan_retention(manifests, [view_of_full("a", saves), view_of_full("b", saves)], kept)
     assert slimmed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
     assert [one.checkpoint_id for one in plan.of_node("a")] == ["step-1", "step-2"]
     assert "node a: remove the optimizer of step-1" in str(plan.of_node("a")[0])
     assert removed(plan) == []
     assert slimmed(plan.only({saves[0].save_id})) == [("a", "step-1"), ("b", "step-1")]
     mixed = {**manifests, saves[0].save_id: saves[0].slimmed()}
-    views = [sees("a", saves[1:], saves[:1]), sees("b", saves)]
+    views = [view_of_full("a", saves[1:], saves[:1]), view_of_full("b", saves)]
     assert slimmed(plan_retention(mixed, views, kept)) == [("a", "step-2"), ("b", "step-2"), ("b", "step-1")]
     assert plan_repair(mixed, views).is_complete
-    aside = NodeView("a", UP, tuple(replace(one, is_replaced=True) for one in sees("a", saves).holdings or ()))
-    assert slimmed(plan_retention(manifests, [aside, sees("b", saves)], kept)) == [("b", "step-2"), ("b", "step-1")]
-    alone = [sees("a", saves), sees("b", saves[:2]), sees("c", (), presence=ASSUMED)]
+    aside = NodeView("a", UP, tuple(replace(one, is_replaced=True) for one in view_of_full("a", saves).holdings or ()))
+    assert slimmed(plan_retention(manifests, [aside, view_of_full("b", saves)], kept)) == [
+        ("b", "step-2"),
+        ("b", "step-1"),
+    ]
+    alone = [view_of_full("a", saves), view_of_full("b", saves[:2]), view_of_full("c", (), presence=ASSUMED)]
     assert slimmed(plan_retention(manifests, alone, kept, in_doubt=True)) == [("a", "step-1"), ("b", "step-1")]
     assert plan_retention(manifests, alone, [policy(Retention(keep_last=3))]).slimmings == ()
 
 
-def test_without_a_policy_nothing_goes() -> None:
-    """None at all, one that keeps everything, and one of another directory or tier."""
+def test_without_a_policy_nothing_is_removed() -> None:
+    """Without a policy nothing is removed, nor with a policy that keeps everything, or a policy of another directory or
+    tier.
+    """
     elsewhere = Policy("", "s3://bucket/x", 1, LAST_TWO)
     for policies in ([], [policy(None)], [policy(LAST_TWO, scope="run-2")], [elsewhere]):
         plan = plan_retention(by_save(FOUR), [view("a", FOUR)], policies)
@@ -337,7 +354,7 @@ def test_without_a_policy_nothing_goes() -> None:
 
 
 def test_runs_in_directories_do_not_count_together() -> None:
-    """A policy is for the checkpoints that lie in one directory, not for those above or below."""
+    """A policy applies to the checkpoints of one directory, not to those above or below."""
     mine = [manifest(number, checkpoint_id=f"run/step-{number}") for number in (1, 2, 3)]
     below = [manifest(number, checkpoint_id=f"run/deep/step-{number}") for number in (11, 12, 13)]
     above = [manifest(number) for number in (21, 22, 23)]
@@ -347,26 +364,30 @@ def test_runs_in_directories_do_not_count_together() -> None:
     assert scope_of("run/deep/step-1") == "run/deep"
 
 
-def test_while_a_node_is_silent_only_what_nobody_needs_goes() -> None:
-    """The newest two have all their copies without the silent node. What lies here in part, that may have the rest of."""
+def test_while_a_node_is_silent_only_unneeded_checkpoints_are_removed() -> None:
+    """While a node is silent, a checkpoint is removed only if the newest two have all copies without that node. A part
+    is kept if that node may have the rest.
+    """
     silent = NodeView("c", ASSUMED, None)
 
-    def goes(*views: NodeView) -> set[str]:
+    def removed_by(*views: NodeView) -> set[str]:
         plan = plan_retention(by_save(FOUR), [*views, silent], [policy(LAST_TWO)], in_doubt=True)
         return {checkpoint_id for _, checkpoint_id in removed(plan)}
 
     part = replace(
         view("a", FOUR), holdings=(holding("a", FOUR[0], NAMES[:1]), *(holding("a", one) for one in FOUR[1:]))
     )
-    assert goes(view("a", FOUR), view("b", FOUR)) == {"step-1", "step-2"}
-    assert goes(part, view("b", FOUR[1:])) == {"step-2"}
-    assert goes(view("a", FOUR), view("b", FOUR[:3])) == {"step-1"}
-    assert goes(view("a", FOUR), view("b", [])) == set()
-    assert goes(part) == {"step-2"}
+    assert removed_by(view("a", FOUR), view("b", FOUR)) == {"step-1", "step-2"}
+    assert removed_by(part, view("b", FOUR[1:])) == {"step-2"}
+    assert removed_by(view("a", FOUR), view("b", FOUR[:3])) == {"step-1"}
+    assert removed_by(view("a", FOUR), view("b", [])) == set()
+    assert removed_by(part) == {"step-2"}
 
 
-def test_the_only_node_that_answers_removes_what_is_older_than_what_it_has_whole() -> None:
-    """What the silent node holds it keeps; a copy here of an older one would go with the newest, which is here alone."""
+def test_the_only_answering_node_removes_what_is_older_than_its_complete_checkpoints() -> None:
+    """A single answering node removes what is older than its own complete checkpoints, but nothing if the newest are
+    incomplete there.
+    """
     silent = NodeView("c", ASSUMED, None)
     plan = plan_retention(by_save(FOUR), [view("a", FOUR), silent], [policy(LAST_TWO)], in_doubt=True)
     assert removed(plan) == [("a", "step-2"), ("a", "step-1")]
@@ -375,8 +396,8 @@ def test_the_only_node_that_answers_removes_what_is_older_than_what_it_has_whole
     assert plan_retention(by_save(FOUR), [halves, silent], [policy(LAST_TWO)], in_doubt=True).removals == ()
 
 
-def test_what_is_not_whole_does_not_count() -> None:
-    """A newer checkpoint without some shard takes no place; one that is older than the kept ones goes with them."""
+def test_an_incomplete_checkpoint_does_not_count() -> None:
+    """An incomplete newer checkpoint does not count for `keep_last`. An incomplete older one is removed."""
     broken = replace(
         view("a", FOUR), holdings=tuple(holding("a", one, NAMES[: 1 + (one.sequence in (1, 3))]) for one in FOUR)
     )
@@ -388,7 +409,7 @@ def test_what_is_not_whole_does_not_count() -> None:
 
 
 def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
-    """What an older version gives way to: one copy of each shard without damage that is known; a shorter file is none."""
+    """An older version may go once each shard of the newer has one copy of the right size without known damage."""
     new = manifest(1)
 
     def is_whole(*holdings: Holding) -> bool:
@@ -404,8 +425,10 @@ def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
     assert not is_whole(noted, shorter)
 
 
-def test_the_newest_version_has_all_copies_that_it_can_have_before_others_give_way_to_it() -> None:
-    """Others of its lineage count with one: were it and the newest both bad, two would be, which takes two faults."""
+def test_the_newest_version_needs_all_possible_copies_to_replace_others() -> None:
+    """The newest version must have all possible copies before it replaces older ones. Otherwise one fault could damage
+    both.
+    """
     older, newest = [replace(one, checkpoint_id="last") for one in FOUR[:2]]
     newest = replace(newest, shards={name.replace("_0.", "_1."): entry for name, entry in newest.shards.items()})
     versions = [older, newest]
@@ -422,12 +445,12 @@ def test_the_newest_version_has_all_copies_that_it_can_have_before_others_give_w
     assert whole() == [older.save_id]
     assert whole(older) == [older.save_id]
     assert whole(newest) == [older.save_id, newest.save_id]
-    assert whole(nodes="a") == [older.save_id, newest.save_id], "no other node could have one"
+    assert whole(nodes="a") == [older.save_id, newest.save_id], "no other node can have a copy"
     assert whole(may_be_short=True) == [older.save_id, newest.save_id]
 
 
 def test_a_node_that_cannot_have_a_copy_is_not_waited_for() -> None:
-    """It is to be taken down, or another run's checkpoint has the name there."""
+    """A leaving node, or one with another run's checkpoint of that name, is not required to have a copy."""
     older, newest = versions = [replace(one, checkpoint_id="last") for one in FOUR[:2]]
     first = NodeView("a", UP, tuple(holding("a", one) for one in versions))
 
@@ -439,12 +462,12 @@ def test_a_node_that_cannot_have_a_copy_is_not_waited_for() -> None:
     assert may_give_way(NodeView("b", UP, (rival,)))
     assert not may_give_way(NodeView("b", UP, (replace(rival, checkpoint_id="first"),)))
     aside = replace(rival, is_replaced=True)
-    assert may_give_way(NodeView("b", UP, (aside,))), "its files have the names that a copy would have"
+    assert may_give_way(NodeView("b", UP, (aside,))), "its files have the names of the copy"
     assert not may_give_way(NodeView("b", UP, (replace(aside, sizes={"__0_9.distcp": 1}),)))
 
 
 def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:
-    """A checkpoint that is whole only with them takes nobody's place."""
+    """A checkpoint that is complete only with silent nodes does not count for `keep_last`."""
     a = NodeView("a", UP, tuple(holding("a", one, NAMES[: 1 + (one.sequence < 4)]) for one in FOUR))
     for presence in (ASSUMED, GONE):
         plan = plan_retention(by_save(FOUR), [a, view("b", FOUR, presence)], [policy(Retention(keep_last=1))])
@@ -452,7 +475,7 @@ def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:
 
 
 def test_the_newest_with_all_its_copies_waits_for_the_copies_of_a_newer_one() -> None:
-    """With ack="local" the newest has one copy of each shard at first: the one before it is what a lost node leaves."""
+    """The newest checkpoint with all copies stays until a newer one has all its copies, as with ack="local"."""
     a = NodeView("a", UP, tuple(holding("a", one, NAMES[: 1 + (one.sequence < 4)]) for one in FOUR))
     b = NodeView("b", UP, tuple(holding("b", one, NAMES[one.sequence == 4 :]) for one in FOUR))
     plan = plan_retention(by_save(FOUR), [a, b], [policy(Retention(keep_last=1))])
@@ -462,18 +485,22 @@ def test_the_newest_with_all_its_copies_waits_for_the_copies_of_a_newer_one() ->
 
 
 def test_a_version_stays_as_long_as_the_one_that_it_has_replaced() -> None:
-    """That has more copies, and a load reads it still: were the newer version to go first, the id would load the older."""
+    """A version stays while the older one that it replaced stays. Otherwise a load of the id would return the older
+    one.
+    """
     versions = [manifest(1, checkpoint_id="step"), manifest(2, checkpoint_id="step"), manifest(3)]
     a, b = view("a", versions), view("b", versions[:1])
     plan = plan_retention(by_save(versions), [a, b], [policy(Retention(keep_last=1))])
     assert plan.retired == frozenset()
     plan = plan_retention(by_save(versions), [a, view("b", versions)], [policy(Retention(keep_last=1))])
     assert plan.retired == {save_id(1), save_id(2)}
-    assert plan.of_node("a")[0].save_id == save_id(1), "and the older one goes first"
+    assert plan.of_node("a")[0].save_id == save_id(1), "the older version is removed first"
 
 
-def test_one_that_is_not_uploaded_stays() -> None:
-    """Whoever says so; one node that knows that it is over is enough, but not against an order by hand."""
+def test_a_checkpoint_stays_until_it_is_uploaded() -> None:
+    """A checkpoint stays while any node reports a pending upload. One report of `uploaded` ends that, except against an
+    order by hand.
+    """
     one, two = save_id(1), save_id(2)
     waits = NodeReport(uploading=frozenset({one, two}))
     over = NodeReport(uploaded=frozenset({one}))
@@ -491,8 +518,10 @@ def test_one_that_is_not_uploaded_stays() -> None:
     assert pending([waits, over]) == {two}
 
 
-def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
-    """Else that node's files would lie there for good, as nobody could say any more what they are."""
+def test_a_lost_manifest_is_repaired_before_a_removal() -> None:
+    """A checkpoint whose manifest a node has lost is repaired before it is removed. Otherwise that node's files would
+    stay for good.
+    """
     views = [view("a", FOUR), view("b", FOUR[1:], unclaimed=(UnclaimedFiles("b", "step-1", is_ours=True),))]
     plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert plan.retired == {save_id(2)}
@@ -501,7 +530,9 @@ def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
 
 
 def test_unknown_manifests_and_renamed_directories_are_not_touched() -> None:
-    """Nor counted. The renamed directory brings nothing back under the old name, and has its copies under the new one."""
+    """Renamed directories and saves without a read manifest are neither removed nor counted. A renamed one is repaired
+    under its new name only.
+    """
     views = [
         NodeView("a", UP, (holding("a", FOUR[0], renamed="best"), *(holding("a", one) for one in FOUR[1:]))),
         view("b", FOUR),
@@ -521,8 +552,8 @@ def test_unknown_manifests_and_renamed_directories_are_not_touched() -> None:
     assert plan_retention(known, [view("a", FOUR)], [policy(LAST_TWO)]).retired == {save_id(1)}
 
 
-def test_a_node_that_has_them_still_brings_nothing_back() -> None:
-    """It retires its part by itself; nobody copies from it what the others have retired."""
+def test_a_retired_checkpoint_is_not_copied_back() -> None:
+    """A retired checkpoint that one node still has is removed there, and not copied to others."""
     views = [view("a", FOUR[2:]), view("b", FOUR)]
     plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert removed(plan) == [("b", "step-2"), ("b", "step-1")]
@@ -537,7 +568,7 @@ world = st.lists(st.tuples(st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_f
 def test_nodes_that_retire_one_after_the_other_end_alike(
     held: list[tuple[set[str], set[str]]], last: int, every: int | None, turns: list[bool]
 ) -> None:
-    """In whatever order they take their turns; what was whole and kept stays whole, and a second look removes nothing."""
+    """In any order of turns, kept checkpoints stay on their nodes, and the last plan removes nothing."""
     manifests = by_save([manifest(number) for number in range(1, len(held) + 1)])
     stores = {
         node: {
@@ -572,7 +603,7 @@ policies = st.builds(policy, st.none() | st.builds(Retention, keep_last=st.integ
 
 @given(policies, policies, policies)
 def test_policies_merge_alike_in_any_order(one: Policy, two: Policy, three: Policy) -> None:
-    """The later wins; two different ones of the same save keep everything."""
+    """The later policy wins. Two different ones of one revision keep everything."""
     assert merge_policies(one, two) == merge_policies(two, one)
     assert merge_policies(merge_policies(one, two), three) == merge_policies(one, merge_policies(two, three))
     assert merge_policies(one, one) == one
@@ -581,8 +612,8 @@ def test_policies_merge_alike_in_any_order(one: Policy, two: Policy, three: Poli
 
 
 @given(policies)
-def test_what_a_node_says_survives_the_wire(one: Policy) -> None:
-    """As JSON and back; what an agent of an older version leaves out is empty."""
+def test_a_report_decodes_unchanged(one: Policy) -> None:
+    """A report decodes from JSON unchanged. Fields that an older agent omits are empty."""
     said = NodeReport((one,), frozenset({save_id(1)}), frozenset({save_id(2)}), frozenset({save_id(1)}))
     assert NodeReport.from_json(json.loads(json.dumps(said.to_json()))) == said
     assert NodeReport.from_json({}) == NodeReport()
@@ -600,7 +631,7 @@ def test_what_a_node_says_survives_the_wire(one: Policy) -> None:
         {"retention": 3},
     ],
 )
-def test_a_policy_that_is_none_is_not_believed(wrong: dict[str, object]) -> None:
-    """Names that lead elsewhere, numbers that are none."""
+def test_an_invalid_policy_is_refused(wrong: dict[str, object]) -> None:
+    """A peer's policy with an invalid scope, revision or retention is refused."""
     with pytest.raises((ValueError, TypeError, KeyError, ConfigInvalid)):
         Policy.from_json({**policy(LAST_TWO).to_json(), **wrong})

@@ -1,4 +1,4 @@
-"""Retention next to other runs' checkpoints: they are neither counted nor removed, but for parts that were overwritten."""
+"""Retention with several runs: another run's checkpoints are neither counted nor removed, except for overwritten parts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,13 +28,13 @@ def of_run(lineage: str, *sequences: int) -> list[Manifest]:
 
 
 def plan_of(saves: Sequence[Manifest], policies: Sequence[Policy] = (KEEP_TWO,)) -> RetentionPlan:
-    """One node holds all of them, whole."""
+    """The plan of one node with all these saves, complete."""
     held = tuple(replace(holding("a", one), lineage=one.lineage) for one in saves)
     return plan_retention(by_save(saves), [NodeView("a", Presence.UP, held)], policies)
 
 
 def test_another_runs_checkpoints_are_neither_counted_nor_removed() -> None:
-    """With higher sequences and with lower ones; and its own policy does not reach this run's."""
+    """Another run's higher and lower sequences do not count, and its policy does not affect this run."""
     ours, other = of_run(OURS, 4, 5, 6), of_run(OTHER, 1, 2, 3, 7, 8, 9)
     assert plan_of([*ours, *other]).retired == {save_id(4)}
     assert plan_of([*ours, *other], [replace(KEEP_TWO, lineage=OTHER)]).retired == {save_id(n) for n in (1, 2, 3, 7)}
@@ -42,7 +42,9 @@ def test_another_runs_checkpoints_are_neither_counted_nor_removed() -> None:
 
 
 def overwritten(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[Manifest, list[Manifest], NodeView]:
-    """A node with two newer saves of this run, and one that was overwritten another run's: is either whole."""
+    """A view of a node with three saves of this run, the oldest of which replaced another run's save. `ours` and
+    `theirs`: whether each of these two is complete.
+    """
     (old,) = of_run(OTHER, 9)
     over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id)
     saves = [over, *of_run(OURS, 2, 3), old]
@@ -53,8 +55,10 @@ def overwritten(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[
     return old, saves, NodeView("a", Presence.UP, tuple(held))
 
 
-def test_what_has_replaced_another_runs_version_stays_while_that_is_there() -> None:
-    """A load reads it. Else it would have the name once more. Where it has the name, it says nothing of this one."""
+def test_a_save_stays_while_another_runs_version_that_it_replaced_is_there() -> None:
+    """While another run's replaced version is on the node, the save that replaced it stays. If that version is
+    published on another node, this does not apply.
+    """
     _, saves, view = overwritten(ours=True, theirs=True)
     plan = plan_retention(by_save(saves), [view], [KEEP_TWO])
     assert plan.removals == ()
@@ -64,26 +68,28 @@ def test_what_has_replaced_another_runs_version_stays_while_that_is_there() -> N
     assert plan_retention(by_save(saves), [without, named], [KEEP_TWO]).retired == {saves[0].save_id}
 
 
-def test_what_a_save_was_to_replace_that_is_not_whole_stays() -> None:
-    """That other run's checkpoint has not given way: it is whole, and the only one of its name that is."""
+def test_another_runs_checkpoint_stays_if_its_replacement_is_incomplete() -> None:
+    """An incomplete save that was to replace another run's is retired, and the other run's complete checkpoint stays."""
     _, saves, view = overwritten(ours=False, theirs=True)
     assert plan_retention(by_save(saves), [view], [KEEP_TWO]).retired == {saves[0].save_id}
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_part_that_was_saved_over_here_goes_with_what_replaced_it(is_replaced: bool) -> None:
-    """Before that. The newer one is not whole any more, as others have retired it. What has its name elsewhere stays."""
+def test_an_overwritten_part_is_removed_with_its_replacement(is_replaced: bool) -> None:
+    """An incomplete replaced part of another run is removed before the save that replaced it. A published one stays."""
     old, saves, view = overwritten(ours=False, theirs=False, is_replaced=is_replaced)
     plan = plan_retention(by_save(saves), [view], [KEEP_TWO])
     expected = [old.save_id] * is_replaced + [saves[0].save_id]
     assert [removal.save_id for removal in plan.of_node("a")] == expected
     assert find_retired(by_save(saves), [replace(view, node_report=NodeReport((KEEP_TWO,)))]) == set(expected)
     own = [KEEP_TWO, replace(KEEP_TWO, lineage=OTHER)]
-    assert plan_retention(by_save(saves), [view], own).retired == {saves[0].save_id}, "its own run's policy judges it"
+    assert plan_retention(by_save(saves), [view], own).retired == {saves[0].save_id}, (
+        "the other run's own policy decides about it"
+    )
 
 
-def test_only_what_lies_under_its_own_name_and_has_a_manifest_is_a_whole_version() -> None:
-    """Renamed by a user, or unknown to this look: neither makes an older version give way."""
+def test_a_renamed_or_unread_version_is_not_complete() -> None:
+    """A renamed version, or one without a read manifest, does not replace an older version."""
     one, two = of_run(OURS, 1, 2)
     views = [NodeView("a", Presence.UP, (holding("a", one), holding("a", two, renamed="best")))]
     assert find_whole_versions(by_save([one, two]), views) == {"step-1": (one.version,)}
@@ -92,25 +98,25 @@ def test_only_what_lies_under_its_own_name_and_has_a_manifest_is_a_whole_version
     assert find_whole_versions(by_save([one]), silent) == {}
 
 
-def test_without_metadata_on_any_node_nothing_counts_as_whole() -> None:
-    """Every shard is there, and the checkpoint cannot be read: two older ones stay, which can."""
+def test_a_checkpoint_without_metadata_does_not_count() -> None:
+    """A checkpoint without metadata on any node does not count, so the two older ones stay."""
     saves = of_run(OURS, 1, 2, 3)
     held = tuple(replace(holding("a", one, NAMES), has_metadata=one.sequence < 3) for one in saves)
     plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, held)], [KEEP_TWO])
     assert plan.removals == ()
     other = tuple(holding("b", one) for one in saves)
     views = [NodeView("a", Presence.UP, held), NodeView("b", Presence.UP, other)]
-    assert plan_retention(by_save(saves), views, [KEEP_TWO]).retired == {save_id(1)}, "one node has it"
+    assert plan_retention(by_save(saves), views, [KEEP_TWO]).retired == {save_id(1)}, "one node has the metadata"
 
 
-def test_what_is_retired_is_left_out_of_what_stays() -> None:
-    """That alone: an overtaken save would keep its place else, or a kept one lose it."""
+def test_retired_saves_are_left_out() -> None:
+    """`without_retired` leaves out exactly the retired saves."""
     known = by_save(of_run(OURS, 1, 2))
     assert without_retired(known, {save_id(1)}) == {save_id(2): known[save_id(2)]}
 
 
-def test_a_file_of_another_size_is_no_copy_and_one_of_no_shard_is_passed_over() -> None:
-    """A newest checkpoint whose shard is cut off takes no older one's place."""
+def test_a_truncated_shard_is_no_copy_and_another_file_is_ignored() -> None:
+    """A newest checkpoint with a truncated shard does not count. A file that is no shard of it is ignored."""
     saves = of_run(OURS, 1, 2, 3)
     whole = tuple(holding("a", one) for one in saves)
     cut = replace(whole[2], sizes={**whole[2].sizes, NAMES[0]: 99})
@@ -121,7 +127,7 @@ def test_a_file_of_another_size_is_no_copy_and_one_of_no_shard_is_passed_over() 
 
 
 def test_a_plan_of_some_saves_removes_no_other() -> None:
-    """What only part of the nodes agree on is left out; the verdicts stay, to be told."""
+    """`only` restricts the removals to some saves, and keeps all verdicts."""
     plan = plan_of(of_run(OURS, 1, 2, 3, 4))
     some = plan.only({save_id(1)})
     assert [removal.save_id for removal in some.removals] == [save_id(1)]
@@ -146,5 +152,5 @@ def test_a_plan_of_some_saves_removes_no_other() -> None:
     ],
 )
 def test_an_id_whose_directory_is_a_step_has_a_better_name(checkpoint_id: str, better: str | None) -> None:
-    """In one directory for each series a policy counts them."""
+    """For an id with a directory for each step, a name with one directory for each series is proposed."""
     assert find_series_name(checkpoint_id) == better

@@ -1,4 +1,4 @@
-"""UnclaimedFiles: files without a manifest are those of the save that most of them match, by their own checksums."""
+"""UnclaimedFiles: files without a manifest belong to the save that most of them match by their own checksums."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def unclaimed(*crcs: int | None, metadata_crc: int | None = None, size: int = 10
 
 
 OLD, NEW = manifest(1, 11, 12, 13), manifest(2, 11, 22, 23)
-"""Two saves with one shard and the metadata in common, as of a model of which a part is frozen."""
+"""Two saves with the same metadata and one equal shard, like a partly frozen model."""
 
 
 @pytest.mark.parametrize(
@@ -56,37 +56,37 @@ OLD, NEW = manifest(1, 11, 12, 13), manifest(2, 11, 22, 23)
         "old",
         "new",
         "no footer",
-        "in common",
+        "common shard and metadata",
         "one stale",
         "metadata",
-        "nothing told",
-        "others'",
-        "other",
+        "no checksums",
+        "unknown shards",
+        "unknown shard",
         "swapped",
     ],
 )
 def test_shards_decide_then_metadata_then_the_order(found: UnclaimedFiles, expected: Manifest | None) -> None:
-    """The metadata of two saves is often the same, so it tells less than a shard; nothing told may be of any save.
+    """Matching shards decide, then metadata, which saves often share, then the order of the saves.
 
-    A shard that has another one's bytes under its name is of that one's save.
+    A shard with the bytes of another shard's name counts for the save that has those bytes under that name.
     """
     assert recognize(found, [NEW, OLD]) == expected
     assert recognize(found, []) is None
 
 
 def test_as_a_holding_only_what_matches_is_intact() -> None:
-    """What another save's footer says is not there; what tells nothing, or has another size, may be a damaged copy."""
+    """A file whose footer contradicts the save is left out. A file without a readable footer counts as damaged."""
     found = unclaimed(11, 12, None, metadata_crc=8)
     as_new = found.holding(NEW)
     assert (as_new.has_metadata, set(as_new.sizes), as_new.damaged) == (False, {SHARDS[0], SHARDS[2]}, (SHARDS[2],))
     assert (as_new.save_id, as_new.sequence, as_new.lineage) == (NEW.save_id, 2, NEW.lineage)
     cut = unclaimed(11, size=99).holding(NEW)
-    assert cut.sizes == {}, "a footer that is intact in a file of another size is another file's"
+    assert cut.sizes == {}, "an intact footer in a file of another size belongs to another file"
     assert unclaimed(None, size=99).holding(NEW).damaged == (SHARDS[0],)
 
 
 def test_a_load_counts_what_matches_for_every_save() -> None:
-    """Each save of the id gets the files that are its own; those of another id, and of no file, add nothing."""
+    """Matching files are added to a save as holdings. Files of another id or save add nothing."""
     (save,) = saves_found([Holding("a", "step-1", NEW.save_id, 2, True, {SHARDS[0]: 100}, lineage=NEW.lineage)])
     more = with_unclaimed_files(
         save, NEW, [unclaimed(66, 22), replace(unclaimed(11), checkpoint_id="step-2"), unclaimed(66)]
@@ -101,7 +101,7 @@ WITH_FOOTERS = replace(
 
 
 def of_stock(size: int, metadata_crc: int | None = None) -> UnclaimedFiles:
-    """One shard as stock torch leaves it: without a footer, so nothing tells its checksum."""
+    """One shard as stock torch writes it, without a footer and so without a checksum."""
     return replace(unclaimed(None, metadata_crc=metadata_crc, size=size), is_ours=False)
 
 
@@ -116,34 +116,44 @@ def of_stock(size: int, metadata_crc: int | None = None) -> UnclaimedFiles:
         (replace(of_stock(STOCK_BYTES), sizes={"__7_0.distcp": STOCK_BYTES}), False),
         (replace(of_stock(STOCK_BYTES), sizes={SHARDS[0]: 3, SHARDS[1]: STOCK_BYTES}), True),
     ],
-    ids=["length", "metadata, too", "other metadata", "other length", "ours", "no shard of it", "one of two"],
+    ids=[
+        "length",
+        "metadata, too",
+        "other metadata",
+        "other length",
+        "own files",
+        "no shard of the save",
+        "one of two",
+    ],
 )
 def test_files_without_footers_may_be_of_a_save(found: UnclaimedFiles, expected: bool) -> None:
-    """By their length without footers, where nothing says otherwise: their bytes are compared when they are read."""
+    """Files without footers may belong to a save if their length fits and nothing contradicts. Reads compare their
+    bytes later.
+    """
     assert found.may_be_of(WITH_FOOTERS) is expected
 
 
 def test_the_metadata_alone_makes_a_holding_for_a_load() -> None:
-    """A node whose manifest is gone still gives `.metadata`; one that has nothing of the save adds nothing."""
+    """A node with matching `.metadata` but no manifest is a source of it. A node without a matching file adds nothing."""
     (save,) = saves_found([Holding("a", "step-1", NEW.save_id, 2, True, {SHARDS[0]: 100}, lineage=NEW.lineage)])
     more = with_unclaimed_files(save, NEW, [unclaimed(metadata_crc=9), unclaimed(metadata_crc=8)])
     assert [(holding.has_metadata, dict(holding.sizes)) for holding in more.holdings[1:]] == [(True, {})]
 
 
-def test_only_files_of_ours_are_a_lost_manifest() -> None:
-    """Stock's directory never had one."""
+def test_only_own_files_count_as_a_lost_manifest() -> None:
+    """Only this package's files count as a lost manifest, because stock torch writes none."""
     damaged: dict[str, str] = {}
     said = note_lost_manifests([of_stock(STOCK_BYTES), replace(unclaimed(11), checkpoint_id="step-2")], damaged)
     assert damaged == {"step-2": MANIFEST_NAME}
     assert said == ["node b: its manifest of 'step-2' is damaged or missing"]
 
 
-def test_remains_travel_as_json() -> None:
-    """And what makes no sense is refused, with no file in it but a checkpoint's."""
+def test_unclaimed_files_decode_unchanged() -> None:
+    """UnclaimedFiles decode from JSON unchanged. Invalid fields, or other files than a checkpoint's, are refused."""
     found = unclaimed(11, None, metadata_crc=9)
     assert UnclaimedFiles.from_json(json.loads(json.dumps(found.to_json()))) == found
     alone = UnclaimedFiles.from_json({**found.to_json(), "crcs": {**found.crcs, SHARDS[2]: 7}})
-    assert alone == found, "a checksum of no file is left out"
+    assert alone == found, "a checksum without a file is dropped"
     mixed = {"sizes": {SHARDS[0]: 100, "node.json": 1}}
     for changes in (
         {"checkpoint_id": "../x"},

@@ -1,4 +1,4 @@
-"""A bucket that refuses, breaks, vanishes or hangs: saves do not notice, uploads end when it is over, and all is told."""
+"""A bucket refuses, resets, throttles or hangs: saves stay quick, uploads finish afterwards, and errors name the cause."""
 
 import json
 import re
@@ -25,8 +25,8 @@ SAVE_WITHIN_S = 12.0
 AFTER_WITHIN_S = 45.0
 SECRET = "testsecret"
 
-Worsened = Callable[[Site], Any]
-BAD_WEATHER: dict[str, tuple[Worsened, str]] = {
+Breaker = Callable[[Site], Any]
+BUCKET_FAULTS: dict[str, tuple[Breaker, str]] = {
     "slow-down": (lambda site: site.faulty.add(Fault("status")), "SlowDown"),
     "reset": (lambda site: site.faulty.add(Fault("reset")), "ConnectionClosedError|EndpointConnectionError"),
     "refused": (lambda site: site.faulty.away(), "EndpointConnectionError|ConnectionClosedError"),
@@ -47,13 +47,15 @@ def assert_loads_from_the_bucket(site: Site) -> None:
         assert found["same"]
 
 
-@pytest.mark.parametrize("kind", mark_long(BAD_WEATHER, keep=["refused"]))
+@pytest.mark.parametrize("kind", mark_long(BUCKET_FAULTS, keep=["refused"]))
 def test_a_save_does_not_wait_for_the_bucket(moto: Server, site_of: SiteOf, kind: str) -> None:
-    """Saves are as quick as without, `wait` and the agents say what is wrong, and all is uploaded when it is over."""
-    worsen, reason = BAD_WEATHER[kind]
+    """During a fault of the bucket, saves take no longer, and `wait` and the agents report the cause. All is uploaded
+    afterwards.
+    """
+    break_bucket, reason = BUCKET_FAULTS[kind]
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
-    worsen(site)
+    break_bucket(site)
     saves, fails = [site.save(f"step-{number}", COUNT) for number in (2, 3)], site.failing_wait(timeout_s=4)
     results = site.cluster.launch([*saves, fails], nodes=[0, 1])
     for save in saves:
@@ -87,8 +89,8 @@ def failing(site: Site, node: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of: SiteOf) -> None:
-    """What had arrived is not sent again: parts of the shard under way, and the shards that were done."""
+def test_a_server_that_goes_away_in_the_middle_and_comes_back(moto: Server, site_of: SiteOf) -> None:
+    """After an outage in the middle of uploads, agents do not send finished parts and shards again."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
     count = 88
     site.cluster.launch([site.save("step-2", count)], nodes=[0, 1])
@@ -107,7 +109,7 @@ def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
-    """One request in five fails in one way or another, for the whole time: everything arrives, and loads bit for bit."""
+    """About one request in five fails throughout, in four ways: all is uploaded, and loads bit for bit."""
     site = site_of(moto, 2)
     for offset, kind in enumerate(("reset", "status", "lost_answer", "cut_answer")):
         site.faulty.add(Fault(kind, probability=0.06, seed=10 * seed + offset))  # type: ignore[arg-type]
@@ -121,7 +123,7 @@ def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
 
 @pytest.mark.long
 def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf) -> None:
-    """An upload that nobody answers is aborted after the client's time-out, and made again."""
+    """The client aborts an unanswered upload after its time-out, and the agent uploads again."""
     site = site_of(moto, 1)
     site.faulty.add(Fault("hang", method="PUT", key="__0_0", at=1 << 20, times=1))
     found = site.cluster.launch([site.save("step-2", COUNT), site.wait()], nodes=[0], timeout_s=120)
@@ -132,8 +134,10 @@ def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf)
 
 
 @pytest.mark.long
-def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -> None:
-    """It waits for no answer: it is gone within seconds of SIGTERM, and the next one uploads. A first save waits, too."""
+def test_an_agent_ends_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -> None:
+    """On SIGTERM an agent ends although the bucket hangs, and the next agent uploads the save. The hang delays a first
+    save by at most `FIRST_WAIT_S`.
+    """
     site = site_of(moto, 1)
     site.faulty.away("hang")
     results = site.cluster.run(site.save("step-2", COUNT), nodes=[0])
@@ -146,8 +150,8 @@ def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -
     assert site.cluster.run(site.load("latest", COUNT, 1), nodes=[0])[0]["same"]
 
 
-def test_the_status_tells_no_secret(moto: Server, site_of: SiteOf) -> None:
-    """Neither it nor the metrics, while uploads fail."""
+def test_status_and_metrics_contain_no_secret(moto: Server, site_of: SiteOf) -> None:
+    """While uploads fail, neither status nor metrics contain the secret key."""
     site = site_of(moto, 1)
     site.faulty.away()
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0])

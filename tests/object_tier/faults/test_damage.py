@@ -1,4 +1,4 @@
-"""Objects that were changed or cut behind our back: found when they are read, made up for by peers, or said to be lost."""
+"""Damaged or truncated objects in the bucket: readers detect them, use peers' copies instead, or report lost shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ Damage = Callable[[bytes], bytes]
 
 
 def flipped(at: int) -> Damage:
-    """One bit, in a byte counted from the beginning or from the end."""
+    """Flips one bit of byte `at`. A negative `at` counts from the end."""
     return lambda raw: raw[:at] + bytes([raw[at] ^ 4]) + raw[len(raw[:at]) + 1 :]
 
 
@@ -60,7 +60,9 @@ def failing_load(site: Site, checkpoint_id: str) -> Call[Any]:
 
 @pytest.mark.parametrize("kind", mark_long(DAMAGES, keep=["shard-flip"]))
 def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str) -> None:
-    """With nodes that have it nobody notices; without, every rank says what is lost, and loads no wrong byte."""
+    """With one damaged object, a load from nodes with copies succeeds. With all nodes lost, every rank names the lost
+    object, and loads no wrong byte.
+    """
     name, change = DAMAGES[kind]
     site = site_of(moto, 2)
     saved(site)
@@ -81,7 +83,7 @@ def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str)
 
 @pytest.mark.long
 def test_a_damaged_footer_leaves_the_data(moto: Server, site_of: SiteOf) -> None:
-    """The bucket's is the only copy: its data is held against the manifest's checksum, and loads."""
+    """The only copy, in the bucket, has a damaged footer: its data matches the manifest's checksum, and loads."""
     site = site_of(moto, 2)
     saved(site)
     damage(site, SHARD, flipped(-30))
@@ -92,7 +94,9 @@ def test_a_damaged_footer_leaves_the_data(moto: Server, site_of: SiteOf) -> None
 
 @pytest.mark.long
 def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
-    """A peer's and the bucket's, damaged in different places: whole together, and both are named in the report."""
+    """A peer's copy and the bucket's are damaged in different places: a load combines the intact pieces, and reports
+    both copies.
+    """
     site = site_of(moto, 2)
     saved(site, copies=1)
     damage(site, SHARD, flipped(2_500_000))
@@ -106,12 +110,16 @@ def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
         assert "expected CRC32C" in first
         for other in others:
             assert f"{SHARD} on node object" in other or site.name in other
-    assert len(blank["report"]["bad_copies"]) == 2  # it reads larger pieces than whoever has a copy, and meets both
+    assert (
+        len(blank["report"]["bad_copies"]) == 2
+    )  # the blank node reads larger pieces than the survivor, and meets both bad copies
 
 
 @pytest.mark.long
-def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto: Server, site_of: SiteOf) -> None:
-    """The bucket's only copy is damaged when the load begins: ShardLost; with the node back the same load succeeds."""
+def test_a_peer_that_comes_back_replaces_a_bad_copy_in_the_bucket(moto: Server, site_of: SiteOf) -> None:
+    """The bucket's copy is damaged and the peer is away: the load raises ShardLost. Once the peer is back, the same
+    load succeeds.
+    """
     site = site_of(moto, 2)
     saved(site, copies=1)
     damage(site, SHARD, flipped(1_500_000))
@@ -130,7 +138,7 @@ def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [SHARD, MANIFEST, METADATA])
 def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf, name: str) -> None:
-    """Before the object is called damaged."""
+    """A reader whose first answer has a flipped bit reads the object again before reporting damage."""
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
@@ -142,7 +150,9 @@ def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf
 
 @pytest.mark.long
 def test_a_missing_object_is_found_missing(moto: Server, site_of: SiteOf) -> None:
-    """A shard that somebody deleted: `latest` is the checkpoint before, and the other one says what it lacks."""
+    """After a shard was deleted from the bucket, `latest` is the checkpoint before, and a load by name reports the
+    shard.
+    """
     site = site_of(moto, 2)
     saved(site)
     site.server.client().delete_object(Bucket=site.name, Key=site.key("step-2", SHARD))

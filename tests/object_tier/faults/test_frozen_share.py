@@ -1,4 +1,4 @@
-"""A shared file system as the object tier, `object_store="file:///lustre/..."`: it may freeze, and training goes on."""
+"""A shared file system as the object tier (`file://...`): training goes on while the file system is frozen."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def run(*command: object) -> None:
 
 @pytest.fixture
 def share(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which the kernel can freeze: then whoever writes to it waits, as with a dead NFS server."""
+    """A mounted file system that the kernel can freeze. While frozen, writers block, as with a dead NFS server."""
     if os.geteuid() != 0 or not Path("/dev/loop-control").exists():
         pytest.skip("only root can mount and freeze a file system")
     image, mount = tmp_path / "image", tmp_path / "share"
@@ -60,7 +60,7 @@ def state(number: int) -> dict[str, torch.Tensor]:
 
 
 def test_saves_go_on_while_the_share_is_frozen(tmp_path: Path, share: Path) -> None:
-    """Twenty saves end on the node's disk in the time that they always take; once the share is back they arrive there."""
+    """Twenty saves finish on the node's disk while the share is frozen. After it thaws, the newest is uploaded."""
     root = tmp_path / "nvme"
     writer = ReplicatedWriter(root, object_store=f"file://{share}/run")
     try:

@@ -1,4 +1,6 @@
-"""What is not whole in the bucket is no checkpoint there, for nobody; and what a weak store shows of half a PUT is none."""
+"""An incomplete upload is no checkpoint for any reader, also on a weak store, which lists the first half of a broken
+PUT.
+"""
 
 from typing import Any
 
@@ -25,7 +27,7 @@ SHARD = "__1_0.distcp"
 
 
 def stock_load(site: Site, checkpoint_id: str) -> None:
-    """By torch's own reader, which looks for `.metadata`."""
+    """Loads with torch's own reader, which looks for `.metadata`."""
     state = {name: value.zero_() for name, value in pieces(0, COUNT, 1).items()}
     reader = FsspecReader(f"{site.url}/{checkpoint_id}", **site.server.storage_options())
     dcp.load(state, storage_reader=reader, no_dist=True)
@@ -34,7 +36,7 @@ def stock_load(site: Site, checkpoint_id: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_lost", mark_long([False, True], keep=[True]))
 def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: SiteOf, is_lost: bool) -> None:
-    """One node's shard never comes, its node alive or lost: `latest` in the bucket is the checkpoint before."""
+    """One node's shard is never uploaded, with its node alive or lost: `latest` in the bucket is the checkpoint before."""
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT, seed=7, copies=1), site.wait(copies=1)], nodes=[0, 1])
     site.faulty.add(Fault("status", method="PUT", key=f"step-2/{SHARD}"))
@@ -64,7 +66,7 @@ def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: Si
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["__0_0.distcp", SHARD, ".manifest.json", ".metadata"])
 def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: str) -> None:
-    """The weak store keeps and shows what arrived of a PUT that broke; the next try replaces it before anything counts."""
+    """The weak store keeps half of a broken PUT. The agent replaces that object before it commits the checkpoint."""
     site = site_of(weak_store, 2)
     site.cluster.launch([site.save("step-1", COUNT, seed=7), site.wait()], nodes=[0, 1])
     fault = site.faulty.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=700, times=2))
@@ -80,7 +82,9 @@ def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["__0_0.distcp", ".manifest.json", ".metadata"])
 def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what: str) -> None:
-    """As long as it is all there is of it: the nodes have the checkpoint, and a world without them has the one before."""
+    """While the weak store has only half of an object, loads take the checkpoint from the nodes. Without nodes,
+    `latest` is the one before.
+    """
     site = site_of(weak_store, 2)
     site.cluster.launch([site.save("step-1", COUNT, seed=7), site.wait()], nodes=[0, 1])
     site.faulty.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=300))
@@ -96,7 +100,7 @@ def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what
 
 @pytest.mark.long
 def test_overwriting_on_a_weak_store(weak_store: WeakStore, site_of: SiteOf) -> None:
-    """Conditions and checksums are ignored there; the same id saved thrice is the third save for every reader."""
+    """The weak store ignores conditions and checksums. After three saves under one id, every reader loads the third."""
     site = site_of(weak_store, 2)
     for seed in (1, 2, 3):
         site.cluster.launch([site.save("step-1", COUNT, seed=seed, overwrite=True)], nodes=[0, 1])

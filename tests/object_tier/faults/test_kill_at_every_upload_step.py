@@ -1,4 +1,6 @@
-"""SIGKILL to the agent at every failpoint of an upload: the bucket has the old checkpoint or the new, and then the new."""
+"""SIGKILL of the agent at every failpoint of an upload: the bucket has the old or the new checkpoint, and after a
+restart the new.
+"""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
 ]
 POINTS = [name for name in failpoints.POINTS if name.startswith("upload.") and name != "upload.slim-marked"]
-"""The one that is left out: tests/object_tier/test_slimming.py."""
+"""`upload.slim-marked` is in tests/object_tier/test_slimming.py."""
 
 
 def state_of(number: int, items: int) -> dict[str, torch.Tensor]:
@@ -31,7 +33,7 @@ def state_of(number: int, items: int) -> dict[str, torch.Tensor]:
 
 
 def loaded(where: Mapping[str, Any], checkpoint_id: str, items: int) -> int:
-    """Which of the saves the bucket gives, every value compared."""
+    """Loads from the bucket, compares every value, and returns the number of the save."""
     state = state_of(0, items)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(**where))
     number = int(state["weights"][0])
@@ -46,7 +48,9 @@ def loaded(where: Mapping[str, Any], checkpoint_id: str, items: int) -> int:
 def test_an_agent_dies_in_an_upload(
     root: Path, where: Mapping[str, Any], moto: Server, monkeypatch: pytest.MonkeyPatch, point: str, checkpoint_id: str
 ) -> None:
-    """What was committed in the bucket loads bit for bit; after the restart the new save does, and nothing is left over."""
+    """After the kill, the committed save loads bit for bit. After a restart the new save does, and no unfinished upload
+    or file is left.
+    """
     items = 5_000_000 if point == "upload.part-sent" else 5_000  # 20 MB are two parts
     writer = ReplicatedWriter(root, overwrite=True, **where)
     dcp.save(state_of(1, items), checkpoint_id="step-1", storage_writer=writer)
@@ -69,5 +73,4 @@ def test_an_agent_dies_in_an_upload(
 
 
 def test_every_failpoint_of_an_upload_is_killed_at() -> None:
-    """None is left out."""
     assert POINTS == ["upload.part-sent", "upload.shard-arrived", "upload.manifest-put", "upload.marked"]

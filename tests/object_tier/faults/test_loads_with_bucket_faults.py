@@ -1,4 +1,6 @@
-"""Loads from a bucket that refuses, breaks, bends or hangs: the bytes that were saved, or an error that says why not."""
+"""Loads from a bucket that refuses, resets, corrupts or hangs: they return the saved bytes, or an error that names the
+cause.
+"""
 
 import threading
 from pathlib import Path
@@ -28,7 +30,7 @@ def saved(site: Site, **writer: Any) -> None:
 
 @pytest.mark.parametrize("kind", mark_long(["status", "reset", "lost_answer", "cut_answer"], keep=["reset"]))
 def test_the_bucket_alone_with_bucket_faults(moto: Server, site_of: SiteOf, kind: Kind) -> None:
-    """One answer in four is none: two blank nodes load every bit."""
+    """One GET in four fails: two blank nodes load every bit."""
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
@@ -42,7 +44,7 @@ def test_the_bucket_alone_with_bucket_faults(moto: Server, site_of: SiteOf, kind
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["short_answer", "flip_answer"])
 def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: Kind) -> None:
-    """Answers about shards that are not what they should be, and look well: each is asked for again."""
+    """Some successful GETs of shards return short or corrupted bodies: the reader requests those again."""
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
@@ -54,7 +56,7 @@ def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: K
 
 @pytest.mark.long
 def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
-    """A bucket that says SlowDown eight times in a row is asked again, ever more slowly."""
+    """After eight `SlowDown` answers, the load succeeds."""
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
@@ -64,7 +66,7 @@ def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
 
 @pytest.mark.long
 def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf, stopwatch: Stopwatch) -> None:
-    """Refusing or silent: the nodes have it all, the load takes seconds more, the report is clean."""
+    """The nodes have all shards: with a bucket that refuses or hangs, the load takes seconds longer and succeeds."""
     site = site_of(moto, 2)
     saved(site)
     for how, within_s in (("refuse", 10), ("hang", 18)):
@@ -77,7 +79,9 @@ def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf, stop
 
 
 def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf) -> None:
-    """On every rank, within seconds, with what it answered; `latest` is not None; back again, the same load succeeds."""
+    """Without nodes or bucket, every rank raises within seconds and names the bucket. The lookup of `latest` raises,
+    too. Once the bucket is back, the load succeeds.
+    """
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
@@ -98,7 +102,7 @@ def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf
 def test_a_bucket_that_goes_away_in_the_middle_is_waited_for_once(
     moto: Server, site_of: SiteOf, tmp_path: Path
 ) -> None:
-    """A rank does not wait once more for what another one of its node has waited for in vain: it took twice as long."""
+    """A rank does not wait for the bucket again after another rank of its node has waited in vain."""
     site, wait_s, large = site_of(moto, 2), 8.0, 16
     site.cluster.launch([site.save("step-1", large), site.wait()], nodes=[0, 1], ranks=2)
     site.lose_all()

@@ -1,4 +1,4 @@
-"""Agents and nodes that vanish during an upload: others finish it, or they themselves once they are back."""
+"""Agents and nodes vanish during an upload: other nodes finish it, or the same agents after a restart."""
 
 import pytest
 
@@ -15,14 +15,14 @@ from tests.steps import objects
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
 
-COUNT = 24  # MiB of each rank: parts
+COUNT = 24  # MiB of each rank: two parts
 LARGE = 88  # MiB: six parts of the object
 LOST_AFTER_S = 3
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
 def assert_loads_from_the_bucket(site: Site, count: int) -> None:
-    """On one blank node."""
+    """Loses all nodes, and loads on one blank node."""
     site.lose_all()
     (found,) = site.cluster.run(site.load("latest", count, 2), nodes=[0])
     assert found["same"]
@@ -31,7 +31,9 @@ def assert_loads_from_the_bucket(site: Site, count: int) -> None:
 
 @pytest.mark.parametrize("victim", mark_long([0, 1], keep=[0]))
 def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteOf, victim: int) -> None:
-    """The owner's node vanishes in the middle of its upload, the coordinator's too: the one with the copy brings it."""
+    """The owner's node (also the coordinator's) is lost in the middle of an upload: the node with the second copy
+    uploads the shard.
+    """
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=LOST_AFTER_S)
     slow = site.faulty.add(Fault("throttle", method="PUT", key=SHARDS[victim], bytes_per_s=1e5))
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0, 1])
@@ -41,13 +43,13 @@ def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteO
     site.cluster.nodes[victim].lose()
     site.faulty.clear()
     site.wait_until_committed("step-1")
-    assert site.faulty.uploaded_bytes(SHARDS[1 - victim]) < (COUNT + 1) << 20, "what was there was not sent again"
+    assert site.faulty.uploaded_bytes(SHARDS[1 - victim]) < (COUNT + 1) << 20, "the finished shard was not sent again"
     assert_loads_from_the_bucket(site, COUNT)
 
 
 @pytest.mark.long
 def test_an_owner_that_is_slow_is_not_taken_for_gone(moto: Server, site_of: SiteOf) -> None:
-    """As long as its agent answers, however long its upload takes, nobody does its work a second time."""
+    """While the owner's agent answers, no other node uploads its shard, however long that upload takes."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=1, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=4)
     site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
     for shard in SHARDS:
@@ -59,8 +61,8 @@ def parts_done(site: Site, shard: str) -> int:
     return sum(request.status == 200 for request in site.faulty.requests("PUT", key=shard, query="partNumber"))
 
 
-def killed_in_upload(site: Site) -> None:
-    """Both agents end by SIGKILL after two parts of each shard have arrived."""
+def kill_agents_in_upload(site: Site) -> None:
+    """Kills both agents with SIGKILL after two parts of each shard have arrived."""
     agents = [node.agent_pid() for node in site.cluster.nodes]
     wait_for(lambda: all(parts_done(site, shard) >= 2 for shard in SHARDS), 60, "two parts of each shard")
     assert site.bucket.client.list_keys("step-1/").sizes == {}
@@ -76,10 +78,12 @@ def assert_little_was_sent_twice(site: Site) -> None:
 
 @pytest.mark.long
 def test_agents_that_restart_without_a_rank_go_on(moto: Server, site_of: SiteOf) -> None:
-    """Nobody tells them of the bucket again: they know it, find the parts that are there, and send the others."""
+    """Agents that restart without a rank still have the bucket's credentials: they find the finished parts, and send
+    the others.
+    """
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
     site.cluster.launch([site.save("step-1", LARGE)], nodes=[0, 1])
-    killed_in_upload(site)
+    kill_agents_in_upload(site)
     site.cluster.start_agents({0: {}, 1: {}})
     site.wait_until_committed("step-1", 90)
     assert_little_was_sent_twice(site)
@@ -88,7 +92,7 @@ def test_agents_that_restart_without_a_rank_go_on(moto: Server, site_of: SiteOf)
 
 @pytest.mark.long
 def test_ranks_that_wait_restart_their_agents(moto: Server, site_of: SiteOf) -> None:
-    """An agent that is killed while `wait` waits is started again, and goes on where the first one was."""
+    """If an agent is killed during `wait`, `wait` starts a new one, which continues the upload."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
     kill = call(objects.kill_agent_in_upload, after_s=3.0)
     found = site.cluster.launch([site.save("step-1", LARGE), kill, site.wait()], nodes=[0, 1])
@@ -99,8 +103,8 @@ def test_ranks_that_wait_restart_their_agents(moto: Server, site_of: SiteOf) -> 
 
 
 @pytest.mark.long
-def test_agents_that_are_told_to_leave_go_on_later(moto: Server, site_of: SiteOf) -> None:
-    """SIGTERM breaks an upload off within seconds, and the next start carries on."""
+def test_agents_after_sigterm_go_on_later(moto: Server, site_of: SiteOf) -> None:
+    """SIGTERM interrupts an upload within seconds, and the next agent continues it."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
     site.cluster.launch([site.save("step-1", LARGE)], nodes=[0, 1])
     wait_for(lambda: all(parts_done(site, shard) >= 2 for shard in SHARDS), 60, "two parts of each shard")

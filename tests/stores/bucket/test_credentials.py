@@ -1,4 +1,4 @@
-"""Keys of a bucket that are half given, have a line break, are over, or are renewed in their file: no error says else."""
+"""Incomplete, malformed, expired and renewed credentials of a bucket: errors name the cause, and renewed keys are used."""
 
 import contextlib
 import socket
@@ -29,7 +29,7 @@ def without_keys(server: Server) -> dict[str, Any]:
 def test_keys_that_are_renewed_in_their_file_are_used(
     moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    """By the next request after a refusal: an agent that had read them once was refused until it was started again."""
+    """After a refusal, the next request reads the credentials file again. No restart of the agent is needed."""
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -56,14 +56,18 @@ def test_keys_that_are_renewed_in_their_file_are_used(
 
 @pytest.mark.parametrize(("name", "missing"), [("key", "secret"), ("secret", "key")])
 def test_half_of_the_keys_is_refused(name: str, missing: str) -> None:
-    """Not signed with "None", nor left for what a file says: the error names what is missing."""
+    """With only one of key and secret, the client raises an error that names the other. It does not complete the pair
+    from a file.
+    """
     with pytest.raises(ConfigInvalid, match=f"Partial credentials.*missing: aws_.*{missing}"):
         S3Client(ObjectTarget.check_supported("s3://bucket/x", {name: KEYS[name]}))
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_with_a_line_break_is_refused_and_not_shown(name: str) -> None:
-    """As a secret of Kubernetes often ends with one: HTTP's own error shows the header, and calls the bucket away."""
+    """A key with a trailing line break, as in many Kubernetes secrets, is refused. Neither that error nor HTTP's, which
+    shows the header, contains the key.
+    """
     target = ObjectTarget.check_supported("s3://bucket/x", {**KEYS, name: f"{KEYS[name]}\n"})
     with pytest.raises(ConfigInvalid, match="ends with a space or a line break") as raised:
         S3Client(target)
@@ -72,8 +76,8 @@ def test_a_key_with_a_line_break_is_refused_and_not_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://my bucket/x", "s3://[bucket/x"])
-def test_no_name_of_a_bucket_is_denied(moto: Server, url: str) -> None:
-    """At once, as no such bucket is, and in one line: it was called away, and tried for ever."""
+def test_an_invalid_bucket_name_is_denied(moto: Server, url: str) -> None:
+    """An invalid bucket name raises StoreDenied at once, in one line, like a missing bucket."""
     with pytest.raises(StoreDenied, match=r"Invalid bucket name.*Check the bucket's name") as raised:
         S3Client(ObjectTarget.check_supported(url, moto.storage_options())).list_keys("")
     assert "\n" not in str(raised.value)
@@ -81,8 +85,8 @@ def test_no_name_of_a_bucket_is_denied(moto: Server, url: str) -> None:
 
 @needs_openssl
 @pytest.mark.parametrize("trouble", ["a private CA", "another host", "no such file"])
-def test_a_certificate_that_is_not_believed_is_a_refusal(tmp_path: Path, trouble: str) -> None:
-    """A load asked for a minute, `wait` two, and the hint was to check the network; it names the file to pass."""
+def test_an_untrusted_certificate_is_a_refusal(tmp_path: Path, trouble: str) -> None:
+    """An untrusted certificate raises StoreDenied at once. The error names the variable and the option for the CA file."""
     pair = certificate(tmp_path, "another-host")
     verify = {"another host": pair[0], "no such file": str(tmp_path / "none.pem")}.get(trouble)
     context = server_context(*pair)
@@ -98,4 +102,4 @@ def test_a_certificate_that_is_not_believed_is_a_refusal(tmp_path: Path, trouble
         with pytest.raises(StoreDenied, match="AWS_CA_BUNDLE, or in storage_options as client_kwargs="):
             client.list_keys("")
         if trouble == "no such file":
-            socket.create_connection(listening.getsockname()).close()  # it had not even asked
+            socket.create_connection(listening.getsockname()).close()  # the client never connected: this ends `accept`

@@ -1,4 +1,4 @@
-"""The body of a request to S3: a file to those who read it, and never a copy; and what it is for, slow links."""
+"""The body of a request to S3: readable as a file, never copied, and sent within time-outs over slow links."""
 
 import io
 import os
@@ -24,8 +24,8 @@ PART_BYTES = 5 << 20
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_a_file(seed: int) -> None:
-    """Whatever is read, in whatever order, it says and gives what io.BytesIO does."""
+def test_a_body_reads_like_a_file(seed: int) -> None:
+    """After any sequence of reads and seeks, the body returns what io.BytesIO returns."""
     chance = random.Random(seed)
     data = chance.randbytes(chance.choice([0, 1, 1000]))
     body, file = MemoryBody(data), io.BytesIO(data)
@@ -39,8 +39,8 @@ def test_it_is_a_file(seed: int) -> None:
     assert len(body) == len(data)
 
 
-def test_it_copies_nothing() -> None:
-    """What it gives is the memory itself."""
+def test_a_body_copies_nothing() -> None:
+    """A read returns a view of the memory, not a copy."""
     memory = bytearray(100)
     piece = MemoryBody(memory).read(10)
     memory[3] = 7
@@ -50,7 +50,7 @@ def test_it_copies_nothing() -> None:
 @pytest.mark.parametrize("size_bytes", [0, 1, 300_000])
 @pytest.mark.parametrize("is_signed", [False, True])
 def test_a_signed_payload_is_read_and_sent(moto: Server, size_bytes: int, *, is_signed: bool) -> None:
-    """The signer reads the body first, if the user wants payloads signed; then it is sent from its start."""
+    """With signed payloads, the signer reads the body first. Then the body is sent from its start."""
     bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
     options = {**moto.storage_options(), "config_kwargs": {"s3": {"payload_signing_enabled": is_signed}}}
     client = S3Client(ObjectTarget.check_supported(f"s3://{bucket}", options))
@@ -61,10 +61,12 @@ def test_a_signed_payload_is_read_and_sent(moto: Server, size_bytes: int, *, is_
     assert found == data
 
 
-def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part may take longer than any time-out, as long as something moves.
+def test_an_upload_over_a_slow_link_is_not_aborted(
+    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload of a part may take longer than any time-out while bytes move.
 
-    The parts are the smallest that S3 takes: the server has to answer each within the time-out, on a busy machine, too.
+    The parts have S3's smallest size, so that a busy server still answers each within the time-out.
     """
     monkeypatch.setattr(object_s3, "READ_TIMEOUT_S", 5.0)
     path = tmp_path / "shard"

@@ -1,4 +1,4 @@
-"""What a bucket of checkpoints promises, over every client there is; their own contract is in test_contracts.py."""
+"""A bucket of checkpoints over every client. The contract of clients is in test_contracts.py."""
 
 import contextlib
 import errno
@@ -53,7 +53,7 @@ MakeClient = Callable[[ObjectTarget], ObjectClient]
 
 
 def free(size_bytes: int) -> None:
-    """No pace."""
+    """A pace that never waits."""
 
 
 def s3_target(server: Server, **options: Any) -> ObjectTarget:
@@ -74,7 +74,7 @@ def source_of(store: LocalStore, manifest: Manifest, name: str, tmp_path: Path) 
     entry = manifest.shards[name]
     with open_directory(store.root, manifest.checkpoint_id) as directory:
         expected = Expected(entry.size_bytes, entry.crc32c)
-        begun = UploadBook(tmp_path).begun(manifest.save_id, name)  # as after a restart
+        begun = UploadBook(tmp_path).begun(manifest.save_id, name)  # read from disk, as after a restart
         return UploadSource(directory.open(name), "node", name, expected, begun)
 
 
@@ -84,7 +84,7 @@ def saved(tmp_path: Path) -> tuple[LocalStore, Manifest]:
     return store, checkpointed([store], 1, {shard(0): (0,), shard(1): (0,)}, copies=1)
 
 
-def brought(bucket: Bucket, saved: tuple[LocalStore, Manifest], tmp_path: Path, *names: str) -> None:
+def upload_shards(bucket: Bucket, saved: tuple[LocalStore, Manifest], tmp_path: Path, *names: str) -> None:
     store, manifest = saved
     for name in names or sorted(manifest.shards):
         with source_of(store, manifest, name, tmp_path) as source:
@@ -94,14 +94,14 @@ def brought(bucket: Bucket, saved: tuple[LocalStore, Manifest], tmp_path: Path, 
 def test_shards_arrive_as_they_were_saved(
     client: ObjectClient, saved: tuple[LocalStore, Manifest], tmp_path: Path
 ) -> None:
-    """Verified on the way, found again, committed once all are there, and read by verified ranges."""
+    """Shards are verified during the upload, found again, committed once all are there, and read by verified ranges."""
     store, manifest = saved
     bucket = Bucket(client)
     assert bucket.is_empty("step-1")
-    brought(bucket, saved, tmp_path, shard(0))
+    upload_shards(bucket, saved, tmp_path, shard(0))
     assert bucket.find_arrived(manifest) == {shard(0)}
     assert bucket.saves() == ()
-    brought(bucket, saved, tmp_path)
+    upload_shards(bucket, saved, tmp_path)
     assert bucket.find_arrived(manifest) == set(manifest.shards)
     assert all(bucket.is_intact(manifest, name) for name in manifest.shards)
     raw = manifest.encode()
@@ -127,8 +127,10 @@ def unmanaged(client: ObjectClient, key: str, size_bytes: int, *items: ByteRange
     return UnmanagedObjectShard(Bucket(client), key, Expected(size_bytes, 0), UncheckedItems(items)).open()
 
 
-def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectClient) -> None:
-    """As where a user has copied a node's files to the bucket. What has no checksum at all comes as it is."""
+def test_a_shard_without_a_mark_is_verified_by_its_footer(client: ObjectClient) -> None:
+    """A shard without a commit mark, as in a user's copy of a node's files, is verified against its own footer. Without
+    a footer it is read unverified.
+    """
     data = random.Random(1).randbytes(700_000)
     ours, whole = bytearray(data + table_of([data]).encode()), ByteRange(0, len(data))
     client.put("ours", bytes(ours))
@@ -150,7 +152,9 @@ def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectC
 
 
 def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_path: Path) -> None:
-    """Its shards lie elsewhere until its mark is there; then the old ones go. An older save does not come back."""
+    """An overwrite uploads to its own prefix, commits, and removes the old shards. The older save cannot commit
+    afterwards.
+    """
     store = LocalStore(tmp_path / "node")
     bucket = Bucket(client)
     manifests = []
@@ -158,7 +162,7 @@ def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_p
         manifest = checkpointed([store], number, {shard(0): (0,)}, copies=1)
         upload = UploadEntry("x://y", number == 2, len(METADATA), crc32c(METADATA))
         manifests.append(replace(manifest, upload=upload))
-        brought(bucket, (store, manifests[-1]), tmp_path)
+        upload_shards(bucket, (store, manifests[-1]), tmp_path)
         if number == 2:
             (found,) = bucket.saves()
             assert found.save_id == manifests[0].save_id
@@ -176,7 +180,9 @@ def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_p
 def test_two_jobs_that_found_the_id_free_never_mix(
     client: ObjectClient, tmp_path: Path, first: int, refusal: type[Exception]
 ) -> None:
-    """What the one has committed stays whole: the other is refused before any byte of it goes over the first one's."""
+    """Of two jobs that found an id free, one commits and stays intact. The other is refused before it overwrites a
+    byte.
+    """
     bucket = Bucket(client)
     stores = {number: LocalStore(tmp_path / f"node{number}") for number in (1, 2)}
     saves = {}
@@ -184,10 +190,10 @@ def test_two_jobs_that_found_the_id_free_never_mix(
         manifest = checkpointed([store], number, {shard(0): (0,)}, copies=1)
         saves[number] = replace(manifest, upload=UploadEntry("x://y", False, len(METADATA), crc32c(METADATA)))
     there, late = saves[first], saves[3 - first]
-    brought(bucket, (stores[first], there), tmp_path)
+    upload_shards(bucket, (stores[first], there), tmp_path)
     bucket.commit(there, there.encode(), METADATA)
     with pytest.raises(refusal):
-        brought(bucket, (stores[3 - first], late), tmp_path)
+        upload_shards(bucket, (stores[3 - first], late), tmp_path)
     with pytest.raises(refusal):
         bucket.commit(late, late.encode(), METADATA)
     (found,) = bucket.saves()
@@ -198,85 +204,89 @@ def test_two_jobs_that_found_the_id_free_never_mix(
 
 @pytest.fixture
 def large(tmp_path: Path) -> tuple[LocalStore, Manifest]:
-    """A shard of several parts."""
+    """A committed checkpoint with a shard of several parts."""
     store = LocalStore(tmp_path / "node")
     return store, checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=PART_BYTES * 4 + 12345)
 
 
 def test_a_broken_upload_goes_on_where_it_was(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
-    """After a part was refused, the parts that are there are not sent again, also by another process."""
+    """After a failed part, another process continues the upload without sending the finished parts again."""
     with faulty_bucket(moto) as proxy:
         target = s3_target(proxy.server)
         proxy.add(Fault("status", method="PUT", key=shard(0), skip=3, times=1))
         with pytest.raises(StoreUnavailable):
-            brought(Bucket(S3Client(target)), large, tmp_path)
-        brought(Bucket(S3Client(target)), large, tmp_path)
+            upload_shards(Bucket(S3Client(target)), large, tmp_path)
+        upload_shards(Bucket(S3Client(target)), large, tmp_path)
         size = large[1].shards[shard(0)].size_bytes
         assert proxy.uploaded_bytes(shard(0)) <= size + PART_BYTES * 2
 
 
 def test_unfinished_uploads_are_ended(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
-    """Their parts would cost money for ever. What others upload beside is theirs: a bucket may be used without a prefix."""
+    """`end_unfinished` aborts uploads of shards, whose parts would be charged, but no upload of other users below the
+    same prefix.
+    """
     with faulty_bucket(moto) as proxy:
         client = S3Client(s3_target(proxy.server))
         theirs = client.begin("step-1/model.safetensors")
         proxy.add(Fault("status", method="PUT", key=shard(0), skip=1, times=9))
         with pytest.raises(StoreUnavailable):
-            brought(Bucket(client), large, tmp_path)
+            upload_shards(Bucket(client), large, tmp_path)
         assert client.end_unfinished("step-1/", 0) == 1
         assert client.end_unfinished("step-1/", 0) == 0
         listed = client.s3.list_multipart_uploads(Bucket=client.bucket)["Uploads"]
         assert theirs in [upload["UploadId"] for upload in listed]
         proxy.clear()
-        brought(Bucket(client), large, tmp_path)  # its notes name an upload that is gone
+        upload_shards(Bucket(client), large, tmp_path)  # its record names the aborted upload
 
 
 @pytest.mark.parametrize(("code", "status"), [("NotImplemented", 501), ("InvalidArgument", 400)])
-def test_a_store_that_knows_no_checksums_gets_none(
+def test_a_store_that_refuses_checksums_gets_none(
     moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, code: str, status: int
 ) -> None:
-    """Its refusal of them says so. Any other answer is an error of that upload, and the next one has them again."""
+    """After a store refuses checksums, uploads continue without them. After any other error, the next upload sends them
+    again.
+    """
     with faulty_bucket(moto) as proxy:
         client = S3Client(s3_target(proxy.server))
         begins = Fault("status", method="POST", key=shard(0), query="uploads", times=1)
         proxy.add(replace(begins, status=400, code="BadRequest"))
         with pytest.raises(StoreError, match="BadRequest"):
-            brought(Bucket(client), large, tmp_path)
+            upload_shards(Bucket(client), large, tmp_path)
         assert client.checksum_of(0)
         proxy.add(replace(begins, status=status, code=code))
-        brought(Bucket(client), large, tmp_path)
+        upload_shards(Bucket(client), large, tmp_path)
         assert not client.checksum_of(0)
         assert Bucket(client).is_intact(large[1], shard(0))
 
 
 def test_an_upload_begun_without_checksums_goes_on_without(large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
-    """Also by another process, as after a restart: each of its parts was refused, for ever."""
+    """Another process continues an upload that was begun without checksums, and sends no checksums either."""
     with weak_server(refuses_checksums=True) as store, faulty_bucket(store) as proxy:
         target = s3_target(proxy.server)
         proxy.add(Fault("reset", method="PUT", key=shard(0), skip=1, times=1))
         for _ in range(2):
             with contextlib.suppress(StoreUnavailable):
-                brought(Bucket(S3Client(target)), large, tmp_path)
+                upload_shards(Bucket(S3Client(target)), large, tmp_path)
         assert Bucket(S3Client(target)).is_intact(large[1], shard(0))
 
 
 @pytest.mark.parametrize("kind", ["reset", "lost_answer"])
-def test_what_the_server_holds_is_what_was_sent(
+def test_a_failed_part_is_an_error_and_the_next_try_completes(
     moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, kind: Kind
 ) -> None:
-    """A part that does not arrive, or whose answer is lost, is an error; the next try ends with the shard."""
+    """A part that is lost, or whose answer is lost, raises an error. The next try completes the shard."""
     with faulty_bucket(moto) as proxy:
         bucket = Bucket(S3Client(s3_target(proxy.server)))
         proxy.add(Fault(kind, method="PUT", key=shard(0), skip=1, times=1, at=1000))
         with pytest.raises(StoreError):
-            brought(bucket, large, tmp_path)
+            upload_shards(bucket, large, tmp_path)
         assert bucket.find_arrived(large[1]) == set()
-        brought(bucket, large, tmp_path)
+        upload_shards(bucket, large, tmp_path)
         assert bucket.is_intact(large[1], shard(0))
 
 
-def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
-    """A wrong bucket and wrong keys are denied; a server that is away is unavailable; no secret is in any message."""
+def test_refusals_are_distinguished(moto: Server, tmp_path: Path) -> None:
+    """A wrong bucket raises StoreDenied, an unreachable server StoreUnavailable. No message contains the secret."""
     options = moto.storage_options()
     with pytest.raises(StoreDenied, match="NoSuchBucket"):
         Bucket(S3Client(ObjectTarget.check_supported("s3://nobody-has-this/x", options))).is_empty("step-1")
@@ -288,15 +298,15 @@ def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
         assert "testsecret" not in str(raised.value)
 
 
-def test_an_end_point_that_is_none_names_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No option was given: the variable is what to correct."""
+def test_an_invalid_endpoint_names_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint for an invalid endpoint from the environment names the variables."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
     with pytest.raises(ConfigInvalid, match=r"nonsense\. Hint: Correct storage_options, or the AWS_\* variables\."):
         S3Client(ObjectTarget.check_supported("s3://bucket/x", None))
 
 
-def test_a_target_tells_no_secret() -> None:
-    """Neither its text nor a message that quotes an option."""
+def test_a_target_shows_no_secret() -> None:
+    """Neither the target's repr nor a scrubbed message contains keys."""
     target = ObjectTarget.check_supported("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})
     assert "secret" not in repr(target)
     assert target.scrub("cannot sign with very-secret of AKIA1234") == "cannot sign with *** of ***"
@@ -306,14 +316,14 @@ def test_a_target_tells_no_secret() -> None:
     "url",
     ["", "bucket", "s3://", "s3://key:secret@bucket/x", "s3://bucket/x?token=1", "s3://bucket/x\n", " s3://bucket", 7],
 )
-def test_what_is_no_url_of_a_bucket_is_refused(url: Any) -> None:
-    """With a typed error that names what was given."""
+def test_an_invalid_url_is_refused(url: Any) -> None:
+    """A value that is no URL of a bucket raises ConfigInvalid."""
     with pytest.raises(ConfigInvalid):
         ObjectTarget.check_supported(url, None)
 
 
-def test_a_mark_is_believed_only_whole() -> None:
-    """Any flipped bit in it makes it none: the checkpoint then counts as one of stock torch's."""
+def test_a_damaged_mark_does_not_decode() -> None:
+    """A mark with any flipped bit, or with an invalid time, does not decode."""
     mark = CommitMark("0" * 31 + "1", 7, 1.5, 1, 2, has_own_prefix=True)
     raw = mark.encode()
     assert decode_mark(raw) == mark
@@ -323,12 +333,12 @@ def test_a_mark_is_believed_only_whole() -> None:
         bad[position] ^= 1 << (position % 8)
         assert decode_mark(bad) is None
     assert decode_mark(os.urandom(MARK_BYTES)) is None
-    for created in (-1e300, -1.0, float("nan"), float("inf")):  # no time that could be shown or compared
+    for created in (-1e300, -1.0, float("nan"), float("inf")):  # times that cannot be shown or compared
         assert decode_mark(replace(mark, created_unix_s=created).encode()) is None
 
 
 def test_a_read_outlives_a_moment_of_bucket_faults(moto: Server, stopwatch: Stopwatch) -> None:
-    """Errors that pass are waited out; those that stay are raised after the time-out, denials at once."""
+    """Reads retry temporary faults. A lasting fault raises after the time-out, and a denial at once."""
     with faulty_bucket(moto) as proxy:
         client = RetryingClient(S3Client(s3_target(proxy.server)), within_s=3)
         client.put("a", b"0123456789")
@@ -348,7 +358,7 @@ def test_a_read_outlives_a_moment_of_bucket_faults(moto: Server, stopwatch: Stop
 
 
 def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and endpoint from FSSPEC_S3_*, as with s3fs; an option goes before them."""
+    """Keys and endpoint come from FSSPEC_S3_*, as with s3fs. An option takes precedence."""
     bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
     monkeypatch.setenv("FSSPEC_S3_KEY", moto.key)
     monkeypatch.setenv("FSSPEC_S3_SECRET", moto.secret)
@@ -362,10 +372,12 @@ def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monk
         elsewhere.list_keys("")
 
 
-def test_an_object_on_a_file_system_is_there_whole_or_as_before(
+def test_a_failed_write_to_a_file_system_keeps_the_previous_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share is full in the middle of a write: the mark of the checkpoint before, and a committed shard, stay."""
+    """The shared disk fills in the middle of a write: the previous object stays intact. A partial file of a killed
+    agent is not listed.
+    """
     client = open_client(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None))
     client.put("last/.metadata", b"before")
 
@@ -386,12 +398,14 @@ def test_an_object_on_a_file_system_is_there_whole_or_as_before(
 
 
 def test_no_link_in_a_bucket_is_followed(tmp_path: Path) -> None:
-    """A user who can write the shared directory puts links there: nothing outside is listed, read, written or removed."""
+    """A `file://` bucket contains symbolic links to private files: the client lists, reads, writes and removes nothing
+    outside.
+    """
     bucket, private = tmp_path / "bucket", tmp_path / "private"
     for place in (bucket / "old", private):
         place.mkdir(parents=True)
     (private / "file").write_bytes(b"private")
-    (tmp_path / "mounted").symlink_to(bucket)  # the bucket's own place may be a link
+    (tmp_path / "mounted").symlink_to(bucket)  # the path of the bucket itself may be a link
     client = open_client(ObjectTarget.check_supported(f"file://{tmp_path}/mounted", None))
     (bucket / "linked").symlink_to(private)
     (bucket / "old" / "inner").symlink_to(private)
@@ -412,11 +426,13 @@ def test_no_link_in_a_bucket_is_followed(tmp_path: Path) -> None:
     client.delete(["linked/file", "old/inner/file", "old/file", "linked"])
     assert [(path.name, path.read_bytes()) for path in private.iterdir()] == [("file", b"private")]
     assert client.list_keys("old/") == Listing()
-    assert not (bucket / "linked").is_symlink()  # a link that has an object's name goes, and nothing that it leads to
+    assert not (bucket / "linked").is_symlink()  # a link with an object's name is removed, but not its target
 
 
 def test_no_empty_directory_stays_in_a_bucket(tmp_path: Path) -> None:
-    """Each look would list it; an object that comes at the same time arrives all the same, and other objects stay."""
+    """A `file://` bucket keeps no empty directories. A concurrent write to a removed directory succeeds, and other
+    objects stay.
+    """
     client = open_client(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None))
     keys = [f"run/step-{number}/{name}" for number in range(2) for name in (".metadata", "x/__0_0.distcp")]
     for key in keys:
@@ -436,12 +452,14 @@ def test_no_empty_directory_stays_in_a_bucket(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> None:
-    """Ids of runs are often 32 hexadecimal digits: what is in a bucket alone would be found by its whole name only."""
+    """A directory named by 32 hexadecimal digits, like many run ids, is not taken for a save's prefix: its checkpoints
+    are listed.
+    """
     store, run = LocalStore(tmp_path / "node"), uuid4().hex
     url = f"file://{tmp_path}/bucket"
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, checkpoint_id=f"{run}/step-1", url=url)
     bucket = Bucket(open_client(ObjectTarget.check_supported(url, None)))
-    brought(bucket, (store, manifest), tmp_path)
+    upload_shards(bucket, (store, manifest), tmp_path)
     bucket.commit(manifest, manifest.encode(), METADATA)
     for scope in (None, run):
         assert [save.checkpoint_id for save in bucket.saves(scope)] == [f"{run}/step-1"]
@@ -449,7 +467,7 @@ def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("scheme", ["file", "local"])
 def test_a_bucket_by_a_relative_path_is_refused(scheme: str) -> None:
-    """A rank resolves it against its directory, the agent against another: nothing would be where it is looked for."""
+    """A relative `file://` path is refused: ranks and agents would resolve it against different directories."""
     with pytest.raises(ConfigInvalid, match="is a relative path") as raised:
         ObjectTarget.check_supported(f"{scheme}://shared/bucket", None)
     assert f"{scheme}:///share" in raised.value.hint

@@ -1,4 +1,4 @@
-"""What the environment says of a bucket: options by an exact list, in the process of the user alone."""
+"""Environment variables of a bucket: an exact list becomes options, only in the user's process."""
 
 import os
 from collections.abc import Mapping
@@ -57,10 +57,10 @@ AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "n", "AZURE_STORAGE_ACCOUNT_KEY": "k"}
         *((scheme, {}, dict.fromkeys(REFUSED, "/x"), {}) for scheme in SCHEMES),
     ],
 )  # fmt: skip
-def test_variables_become_options_by_a_list(
+def test_listed_variables_become_options(
     scheme: str, given: Mapping[str, Any], environment: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
-    """What the user gives goes first, credentials are taken all or none, and no other variable is."""
+    """The user's options take precedence, credentials come all from one source, and no unlisted variable is read."""
     assert with_environment(scheme, given, environment) == options
 
 
@@ -68,8 +68,8 @@ def test_variables_become_options_by_a_list(
     "url", ["ssh://h/x", "sftp://h/x", "github://o:r@/x", "simplecache::s3://b/x", "file::s3://b/x", "zip://x", "S3://b/x",
             "http://h/x", "hdfs://h/x", "reference://x/y", "s3 ://b/x", "://b/x"],
 )  # fmt: skip
-def test_what_is_no_bucket_is_refused(url: str) -> None:
-    """By a list of schemes: fsspec knows archives, shells and caches, too."""
+def test_an_unlisted_scheme_is_refused(url: str) -> None:
+    """Only listed schemes are accepted. fsspec's archives, shells and caches are refused."""
     with pytest.raises(ConfigInvalid, match=r"one of s3|must be a URL"):
         ObjectTarget.check_supported(url, None)
     with pytest.raises(ConfigInvalid, match=r"one of s3|must be a URL"):
@@ -77,7 +77,7 @@ def test_what_is_no_bucket_is_refused(url: str) -> None:
 
 
 def test_an_agent_takes_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither from what it is told nor into its own environment; what it is told names options alone."""
+    """An agent uses only the options that it receives. It neither reads nor changes its own environment."""
     for name, value in {**KEYS, "AWS_CA_BUNDLE": ""}.items():
         monkeypatch.setenv(name, value)
     told = ObjectTarget.check_supported("s3://b/x", None)
@@ -92,7 +92,7 @@ def test_an_agent_takes_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_secret_of_the_environment_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an option by then, and scrubbed as such."""
+    """Keys from the environment are scrubbed from messages like those from options."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRET")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "verysecret")
     target = ObjectTarget.check_supported("s3://b/x", None)

@@ -1,4 +1,4 @@
-"""A retrying client asks again while the bucket is unavailable, for a bounded time, and for nothing else."""
+"""A retrying client repeats requests to an unavailable bucket for a bounded time, and no other failed request."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,10 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 
 class Failing:
-    """Stands before a client in memory; its first answers are errors."""
+    """A wrapper of an in-memory client whose first answers are errors."""
 
     def __init__(self, *errors: type[StoreError]) -> None:
-        self.client = open_client(ObjectTarget.check_supported("memory://patient/x", None))
+        self.client = open_client(ObjectTarget.check_supported("memory://retried/x", None))
         self.client.put("a", b"abcd")
         self.target, self.has_conditions = self.client.target, self.client.has_conditions
         self.errors: Iterator[type[StoreError]] = iter(errors)
@@ -36,31 +36,31 @@ def read_by(failing: Failing, clock_step_s: float = 0.0) -> bytes:
 
 
 def test_a_throttled_read_is_asked_again() -> None:
-    """Until it is answered."""
+    """A read repeats until the bucket answers."""
     failing = Failing(StoreUnavailable, StoreUnavailable)
     assert read_by(failing) == b"abcd"
     assert failing.asked == 3
 
 
 @pytest.mark.parametrize("error", [ObjectMissing, StoreDenied])
-def test_what_does_not_pass_is_not_waited_for(error: type[StoreError]) -> None:
-    """A missing object stays missing, and who is denied stays denied."""
+def test_a_lasting_error_is_not_retried(error: type[StoreError]) -> None:
+    """A missing object and a denial are not retried."""
     failing = Failing(error)
     with pytest.raises(error):
         read_by(failing)
     assert failing.asked == 1
 
 
-def test_patience_ends() -> None:
-    """After so many seconds the error is the caller's."""
+def test_retries_end() -> None:
+    """After `READ_WITHIN_S` the error is raised."""
     failing = Failing(*[StoreUnavailable] * 50)
     with pytest.raises(StoreUnavailable):
         read_by(failing, READ_WITHIN_S * 0.4)
     assert failing.asked == 3
 
 
-def test_what_another_has_given_up_is_asked_once() -> None:
-    """It has waited as long as this one would."""
+def test_a_client_that_should_stop_asks_once() -> None:
+    """If `should_stop` returns True, as after another rank's time-out, the client does not retry."""
     failing = Failing(*[StoreUnavailable] * 50)
     client = RetryingClient(failing, should_stop=lambda: True)  # type: ignore[arg-type]
     with pytest.raises(StoreUnavailable):

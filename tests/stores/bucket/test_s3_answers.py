@@ -1,4 +1,4 @@
-"""Answers of S3 stores that must not be taken for others: refusals, redirects, archived and vanished objects."""
+"""Answers of S3 stores that are easily misread: refusals, redirects, archived and removed objects."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault
 from tests.buckets.faulty_bucket import FaultyBucket, faulty_bucket
 from tests.buckets.servers import Server
-from tests.stores.bucket.test_object_clients import brought, s3_target
+from tests.stores.bucket.test_object_clients import s3_target, upload_shards
 
 
 @pytest.fixture
@@ -47,14 +47,16 @@ HOLD = Fault("status", method="DELETE", key=f"step-1/{shard(0)}", status=403, co
 
 
 def overwritten(client: S3Client, proxy: FaultyBucket, tmp_path: Path, trouble: Fault) -> Manifest:
-    """The save that is committed over another one, while there is `trouble`; a part of an upload is left of it, too."""
+    """Commits a save over another one, with the fault `trouble`. Leaves an unfinished upload below its key. Returns the
+    new manifest.
+    """
     bucket = Bucket(client)
     for sequence in (1, 2):
         store = LocalStore(tmp_path / f"node-{sequence}")
         manifest = checkpointed([store], sequence, {shard(0): (0,)}, checkpoint_id="step-1", copies=1)
         upload = UploadEntry("s3://y", sequence == 2, len(METADATA), crc32c(METADATA))
         manifest = replace(manifest, upload=upload)
-        brought(bucket, (store, manifest), tmp_path)
+        upload_shards(bucket, (store, manifest), tmp_path)
         if sequence == 2:
             client.begin(key_of(manifest, shard(0)))
             proxy.add(trouble)
@@ -67,14 +69,16 @@ def committed(client: S3Client, tmp_path: Path, sequence: int, checkpoint_id: st
     manifest = checkpointed(
         [store], sequence, {shard(0): (0,)}, checkpoint_id=checkpoint_id or f"step-{sequence}", copies=1
     )
-    brought(Bucket(client), (store, manifest), tmp_path)
+    upload_shards(Bucket(client), (store, manifest), tmp_path)
     Bucket(client).commit(manifest, manifest.encode(), METADATA)
     return manifest
 
 
 @pytest.mark.parametrize("key", ["step-412/.metadata", "step-501/.metadata"])
 def test_a_key_is_no_status_of_an_answer(client: S3Client, proxy: FaultyBucket, key: str) -> None:
-    """The error of a connection that broke names the URL: a conditional write is not made without its condition then."""
+    """The error of a broken connection contains a URL with "412" or "501". The client does not repeat the conditional
+    write without its condition.
+    """
     client.put(key, b"a newer save")
     proxy.add(Fault("reset", method="PUT", times=1))
     with pytest.raises(StoreUnavailable):
@@ -82,8 +86,8 @@ def test_a_key_is_no_status_of_an_answer(client: S3Client, proxy: FaultyBucket, 
     assert client.size_bytes(key) == len(b"a newer save")
 
 
-def test_a_store_that_knows_no_checksums_gets_small_objects_without(client: S3Client, proxy: FaultyBucket) -> None:
-    """As it gets large ones. One that refuses them without, too, is asked with checksums again."""
+def test_a_store_that_refuses_checksums_gets_small_objects_without(client: S3Client, proxy: FaultyBucket) -> None:
+    """After a refusal, small objects are put without checksums. If that fails, too, the next put sends checksums again."""
     refuses = Fault("status", method="PUT", status=400, code="InvalidArgument", times=2)
     proxy.add(refuses)
     with pytest.raises(StoreError, match="InvalidArgument"):
@@ -96,7 +100,9 @@ def test_a_store_that_knows_no_checksums_gets_small_objects_without(client: S3Cl
 
 
 def test_a_redirect_is_an_error_that_says_where_to(client: S3Client, proxy: FaultyBucket) -> None:
-    """Of one request: botocore asks such a server for the bucket's region, until its stack is full."""
+    """A redirect raises StoreDenied after one request, and the error names `endpoint_url`. botocore by itself would
+    recurse.
+    """
     proxy.add(Fault("status", status=301, code="MovedPermanently"))
     with pytest.raises(StoreDenied, match=r"redirects to elsewhere.*endpoint_url"):
         client.list_keys("")
@@ -106,22 +112,24 @@ def test_a_redirect_is_an_error_that_says_where_to(client: S3Client, proxy: Faul
 def test_parts_that_are_refused_at_the_end_are_sent_anew(
     client: S3Client, proxy: FaultyBucket, moto: Server, tmp_path: Path
 ) -> None:
-    """By another upload: the parts of the first are listed, and would be refused for ever."""
+    """The server refuses to complete an upload (InvalidPart): the next try sends all parts in a new upload."""
     store = LocalStore(tmp_path / "node")
     saved = store, checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=PART_BYTES + 1)
     proxy.add(Fault("reset", method="POST", query="uploadId", times=1))
     with pytest.raises(StoreUnavailable):
-        brought(Bucket(client), saved, tmp_path)
+        upload_shards(Bucket(client), saved, tmp_path)
     (upload,) = moto.client().list_multipart_uploads(Bucket=client.bucket)["Uploads"]
     proxy.add(Fault("status", method="POST", query=upload["UploadId"], status=400, code="InvalidPart"))
     with pytest.raises(StoreError, match="InvalidPart"):
-        brought(Bucket(client), saved, tmp_path)
-    brought(Bucket(client), saved, tmp_path)
+        upload_shards(Bucket(client), saved, tmp_path)
+    upload_shards(Bucket(client), saved, tmp_path)
     assert Bucket(client).is_intact(saved[1], shard(0))
 
 
 def test_an_archived_checkpoint_hides_no_other(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
-    """It is found, with the reason why it cannot be read, and `verify` names it."""
+    """A checkpoint in archival storage is listed with the reason why it cannot be read. `verify` reports it, and others
+    are found.
+    """
     for sequence in (1, 2):
         committed(client, tmp_path, sequence)
     proxy.add(Fault("status", method="GET", key=f"step-1/{METADATA_NAME}", status=403, code=ARCHIVED))
@@ -132,7 +140,7 @@ def test_an_archived_checkpoint_hides_no_other(client: S3Client, proxy: FaultyBu
 
 
 def test_a_damaged_mark_is_found(client: S3Client, tmp_path: Path) -> None:
-    """And is not taken for a checkpoint of stock torch."""
+    """A checkpoint with a damaged commit mark is reported, not treated as stock torch's."""
     committed(client, tmp_path, 1)
     size = client.size_bytes(f"step-1/{METADATA_NAME}")
     client.put(f"step-1/{METADATA_NAME}", bytes(size))
@@ -142,10 +150,10 @@ def test_a_damaged_mark_is_found(client: S3Client, tmp_path: Path) -> None:
     assert inspector.unchecked == []
 
 
-def test_a_checkpoint_that_goes_during_a_look_hides_no_other(
+def test_a_checkpoint_removed_during_a_listing_hides_no_other(
     client: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention removes one between its listing and the read of its mark: the others are found."""
+    """Retention removes a checkpoint between its listing and the read of its mark: the others are found."""
 
     def list_keys(directory: str) -> Listing:
         listing = list_really(directory)
@@ -161,10 +169,12 @@ def test_a_checkpoint_that_goes_during_a_look_hides_no_other(
 
 
 @pytest.mark.parametrize("metadata", [METADATA[:-200], METADATA * 2], ids=["shorter", "longer"])
-def test_a_checkpoint_that_is_saved_over_during_a_look_is_found_and_hides_no_other(
+def test_a_checkpoint_overwritten_during_a_listing_is_found_and_hides_no_other(
     client: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bytes
 ) -> None:
-    """Another layout is committed between the listing of a name and the read of its mark, which lies elsewhere now."""
+    """An overwrite changes the size of `.metadata` between its listing and the read of its mark: both checkpoints are
+    found.
+    """
     marks: dict[str, CommitMark] = {}
 
     def list_keys(directory: str) -> Listing:
@@ -185,8 +195,8 @@ def test_a_checkpoint_that_is_saved_over_during_a_look_is_found_and_hides_no_oth
     assert found == {"step-1": ("", len(metadata)), "step-2": ("", len(METADATA))}
 
 
-def test_a_removal_goes_on_where_the_store_was_busy(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
-    """Once the mark is gone nothing tells of the shards any more: what stays would stay for ever."""
+def test_a_removal_retries_a_busy_store(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """A removal retries a throttled delete. Otherwise shards would stay without a mark."""
     committed(client, tmp_path, 1)
     (there,) = Bucket(client).saves()
     proxy.add(Fault("status", method="DELETE", key=shard(0), times=1))
@@ -201,19 +211,19 @@ def test_a_removal_goes_on_where_the_store_was_busy(client: S3Client, proxy: Fau
         Fault("status", method="DELETE", query="uploadId", status=404, code="NoSuchUpload", times=1),
         Fault("status", method="DELETE", key=MANIFEST_NAME, times=1),
     ],
-    ids=["no right to list uploads", "another agent aborts as well", "busy"],
+    ids=["no right to list uploads", "another agent aborted it", "busy"],
 )
-def test_what_is_replaced_goes_whatever_else_cannot_be_tidied(
+def test_a_replaced_save_is_removed_although_another_cleanup_fails(
     client: S3Client, proxy: FaultyBucket, tmp_path: Path, trouble: Fault
 ) -> None:
-    """Nothing tells of it from then on: it would stay for ever, a whole checkpoint for each overwrite."""
+    """An overwrite removes the replaced save even if another cleanup step fails. Nothing would find its files later."""
     manifest = overwritten(client, proxy, tmp_path, trouble)
     assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME}
     assert [save.save_id for save in Bucket(client).saves()] == [manifest.save_id]
 
 
-def test_what_may_not_be_deleted_is_found_again(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
-    """A hold is on one shard of a replaced save: its manifest tells of it until the hold is over."""
+def test_a_shard_that_may_not_be_deleted_is_found_again(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """A shard of a replaced save may not be deleted: its manifest stays, and a later removal completes."""
     bucket = Bucket(client)
     manifest = overwritten(client, proxy, tmp_path, HOLD)
     (there,) = bucket.saves()
@@ -225,8 +235,8 @@ def test_what_may_not_be_deleted_is_found_again(client: S3Client, proxy: FaultyB
     assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME}
 
 
-def test_what_may_not_be_deleted_keeps_no_other(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
-    """One checkpoint has a legal hold: retention removes the others, and of another's shards those that are free."""
+def test_a_denied_delete_keeps_no_other_checkpoint(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """One checkpoint and one shard may not be deleted: retention removes the other checkpoints, and the other shards."""
     for sequence in range(1, 6):
         newest = committed(client, tmp_path, sequence)
     client.put(f"step-4/{shard(9)}", b"a shard")
@@ -240,10 +250,10 @@ def test_what_may_not_be_deleted_keeps_no_other(client: S3Client, proxy: FaultyB
 
 
 @pytest.mark.parametrize("scope", ["run", ""])
-def test_a_look_at_one_directory_asks_for_no_other(
+def test_listing_one_directory_requests_no_other(
     client: S3Client, proxy: FaultyBucket, tmp_path: Path, scope: str
 ) -> None:
-    """Retention looks after each save: what other runs have under the prefix costs it nothing."""
+    """Listing one directory's checkpoints sends no request for another run's."""
     for number, checkpoint_id in enumerate(("run/step-1", "other/step-1", "step-1"), 1):
         committed(client, tmp_path, number, checkpoint_id)
     asked = len(proxy.requests())
@@ -257,7 +267,7 @@ def test_a_look_at_one_directory_asks_for_no_other(
 def test_a_store_that_never_answers_fsspec_is_unavailable(
     moto: Server, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """gcsfs, of itself, waits for ever: a load would, too, and an agent with all its uploads."""
+    """A request through fsspec that hangs raises StoreUnavailable after a time-out. gcsfs by itself waits for ever."""
 
     async def hang(*_: object, **__: object) -> None:
         await asyncio.sleep(60)

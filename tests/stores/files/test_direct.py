@@ -1,4 +1,4 @@
-"""Direct I/O: the same bytes as through the page cache, past it where the file system takes it, through it elsewhere."""
+"""Direct I/O: the same bytes as through the page cache, with buffered writes on file systems without direct I/O."""
 
 import errno
 import fcntl
@@ -37,7 +37,7 @@ def written(path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, PAGE_BYTES - FOOTER_BYTES, PAGE_BYTES, 2 * PAGE_BYTES, len(DATA)])
 def test_the_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
-    """Of any size: data and footer, and not a byte of a page more."""
+    """A file of any size has its data and footer, without padding."""
     data = DATA[:size_bytes]
     written(tmp_path / "shard", data)
     assert (tmp_path / "shard").read_bytes() == data + table_of([data]).encode()
@@ -45,7 +45,7 @@ def test_the_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES - FOOTER_BYTES, len(DATA)])
 def test_a_received_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
-    """A copy is checked against its footer and kept, also one of whole pages only."""
+    """A received copy is verified against its footer and stored, also if it has whole pages only."""
     data = DATA[:size_bytes]
     raw = data + table_of([data]).encode()
     headers = Message()
@@ -61,7 +61,7 @@ def is_open_for_direct_io(fd: int) -> bool:
 
 
 def test_whole_pages_go_past_the_page_cache(tmp_path: Path) -> None:
-    """The file is open for direct I/O while whole pages are written, and for the rest of it no more."""
+    """Whole pages are written with O_DIRECT, the rest without."""
     sizes: list[tuple[bool, int]] = []
     write, writev = os.write, os.writev
 
@@ -85,7 +85,7 @@ def test_whole_pages_go_past_the_page_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refused", ["flag", "write"])
 def test_a_file_system_that_refuses_gets_buffered_writes(refused: str, tmp_path: Path) -> None:
-    """Whether it says so when the file is opened for it or at the first write, the file is whole."""
+    """The file system refuses O_DIRECT as a flag or at the first write: the file is complete."""
     control, write = fcntl.fcntl, os.write
 
     def refusing_flag(fd: int, command: int, argument: int = 0) -> int:
@@ -108,7 +108,7 @@ def test_a_file_system_that_refuses_gets_buffered_writes(refused: str, tmp_path:
 
 
 def test_other_errors_are_errors(tmp_path: Path) -> None:
-    """A disk that is full is not taken for one that refuses direct I/O."""
+    """A full disk raises, and is not taken for a refusal of direct I/O."""
     sink = FileSink.create(tmp_path / "shard", "on")
     full = mock.patch.object(os, "write", side_effect=OSError(errno.ENOSPC, "full"))
     with full, pytest.raises(OSError, match="full"):
@@ -117,12 +117,14 @@ def test_other_errors_are_errors(tmp_path: Path) -> None:
 
 
 def test_file_systems_without_a_device_are_left_alone() -> None:
-    """Left to itself it is not tried where no block device lies below; told to, it is tried anywhere, or nowhere."""
+    """`auto` skips direct I/O on file systems without a block device. `on` and `off` apply everywhere."""
     assert [is_worthwhile(Path("/proc"), mode) for mode in ("auto", "on", "off")] == [False, True, False]
 
 
 def test_argument_then_environment_then_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writer and agent know one setting under one name, and refuse what it cannot be."""
+    """Writers and agents take the mode from the argument, else from REPLICATED_CKPT_DIRECT_IO, else `auto`. They refuse
+    other values.
+    """
 
     def writers(mode: Any) -> str:
         return ReplicatedWriter("/x", direct_io=mode).config.direct_io

@@ -1,4 +1,4 @@
-"""What the system refuses to say is never taken for "there is nothing", on any Python."""
+"""If the system refuses to answer about a path, the path is never treated as missing, on any Python."""
 
 import errno
 import itertools
@@ -36,7 +36,7 @@ STAGED = save_id(1)
 
 @pytest.fixture
 def python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The methods of Path as Python 3.14 has them: False, whatever the error. Source: CPython 3.14, What's New, pathlib."""
+    """Path's methods as in Python 3.14: False on any error. Source: CPython 3.14, What's New, pathlib."""
     for name in ASKED:
         original = getattr(Path, name)
 
@@ -51,7 +51,7 @@ def python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def refused(path: Path, code: int) -> Iterator[None]:
-    """The system refuses whatever is asked of a path and of what lies below it: stat and open fail with this errno."""
+    """stat, lstat and open of `path` and of paths below it fail with this errno."""
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(name: Any, *args: Any, **named: Any) -> Any:
@@ -71,8 +71,8 @@ def refused(path: Path, code: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_the_system_is_believed(tmp_path: Path, asked: str, python_3_14: None) -> None:
-    """Each question has the answer of Path's method where there is one, and raises where there is none."""
+def test_a_refusal_of_the_system_raises(tmp_path: Path, asked: str, python_3_14: None) -> None:
+    """Each function returns what Path's method returns, and raises if the system refuses to answer."""
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
@@ -101,7 +101,7 @@ def check_a_root_is_unreadable(store: LocalStore) -> None:
 
 
 def check_a_staged_save_is_not_absent(store: LocalStore) -> None:
-    """Absent would say that this node did not publish it: the others would remove theirs."""
+    """`absent` would mean that this node did not publish the save: other nodes would delete theirs."""
     service = NodeService(store)
     with refused(store.staging(STAGED), errno.EACCES), pytest.raises(StoreDenied):
         service.state_of(STAGED)
@@ -109,7 +109,7 @@ def check_a_staged_save_is_not_absent(store: LocalStore) -> None:
         service.check_open(STAGED)
 
 
-def check_a_decided_save_is_not_given_up(store: LocalStore) -> None:
+def check_a_decided_save_is_not_aborted(store: LocalStore) -> None:
     with refused(store.staging(STAGED) / MANIFEST_NAME, errno.EMFILE), pytest.raises(StoreError, match="open files"):
         store.abort(STAGED, unless_decided=True)
     assert store.is_decided(STAGED)
@@ -127,7 +127,7 @@ def check_a_checkpoint_is_one(store: LocalStore) -> None:
 
 
 def check_an_unread_shard_is_not_damaged(store: LocalStore) -> None:
-    """Else `verify` would advise to remove what is intact, and the scrub note it as bad."""
+    """Otherwise `verify` would suggest to remove an intact shard, and the scrub would mark it."""
     store.commit(STAGED)
     for name, code in itertools.product((SHARD, ".metadata"), (errno.EACCES, errno.EMFILE)):
         inspector = Inspector(store, store.node_id())
@@ -152,16 +152,16 @@ CHECKS = (
     check_no_identity_is_made,
     check_a_root_is_unreadable,
     check_a_staged_save_is_not_absent,
-    check_a_decided_save_is_not_given_up,
+    check_a_decided_save_is_not_aborted,
     check_a_checkpoint_is_one,
 )
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_what_may_not_be_looked_at_is_not_missing(
+def test_a_path_that_cannot_be_read_is_not_missing(
     tmp_path: Path, check: Callable[[LocalStore], None], python_3_14: None
 ) -> None:
-    """No identity is made anew, no save is absent or given up, and nothing changes, while the system refuses."""
+    """While the system refuses, no new identity is made, no save is absent or aborted, and no file changes."""
     store = LocalStore(tmp_path / "root")
     node_id = store.node_id()
     staged(store, 1, b"data")
@@ -176,7 +176,7 @@ def test_what_may_not_be_looked_at_is_not_missing(
 
 
 def test_a_name_without_links_is_looked_at_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from the top of the file system on: with thousands of checkpoints that was most of what an agent did."""
+    """`leads_out` checks only the parts below the root, one stat each, not the whole path from `/`."""
     deep = tmp_path / "a" / "b" / "c"
     (deep / "run" / "step-1").mkdir(parents=True)
     asked: list[str] = []

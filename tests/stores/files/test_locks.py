@@ -1,4 +1,4 @@
-"""The lock of the staging area is waited for as long as its holder works, and not for ever for one that is stopped."""
+"""A process waits for the staging area's lock while the holder works, but not for ever for a stopped holder."""
 
 import errno
 import fcntl
@@ -52,7 +52,9 @@ def held_elsewhere(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.mark.timeout(60)
 def test_a_stopped_holder_is_an_error_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a hang: which process, that it is stopped, what to do; and once it goes on and ends, the lock is free."""
+    """The holder is stopped: waiting raises an error that names the process and the command to continue it. Once the
+    holder ends, the lock is free.
+    """
     monkeypatch.setattr(locks, "LOCK_STOPPED_S", 0.2)
     with held_elsewhere(tmp_path) as holder:
         stop_process(holder.pid)
@@ -68,7 +70,7 @@ def test_a_stopped_holder_is_an_error_with_the_way_out(tmp_path: Path, monkeypat
 
 @pytest.mark.timeout(60)
 def test_a_holder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow its disk is, up to a bound of its own, and then it is named."""
+    """A running holder is waited for up to `LOCK_TIMEOUT_S`. Then the error names its process."""
     monkeypatch.setattr(locks, "LOCK_STOPPED_S", 0.05)
     with held_elsewhere(tmp_path) as holder:
         ending = threading.Timer(0.5, holder.kill)
@@ -86,7 +88,7 @@ def test_a_holder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.timeout(60)
 def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What gave up waiting keeps no descriptor and no lock."""
+    """After a time-out, the waiting process has no open descriptor and no lock."""
     monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.1)
     with held_elsewhere(tmp_path):
         with pytest.raises(StoreUnavailable), exclusive(tmp_path):
@@ -101,7 +103,7 @@ def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatc
 def test_a_file_system_without_locks_is_an_error_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """As NFS without its lock daemon is, or a mount that refuses flock: the hint is about locks, and no permission."""
+    """flock fails, as on NFS without lockd: the hint suggests a root with locks, not other permissions."""
 
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -114,7 +116,9 @@ def test_a_file_system_without_locks_is_an_error_of_ours(
 
 
 def test_a_release_that_fails_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a network file system, at the end of an import that was whole: the lock ends with its descriptor."""
+    """Unlocking fails, as on a network file system: closing the descriptor still releases the lock, and no error is
+    raised.
+    """
     held = FileLock.take_within(tmp_path / "lock", 0.0)
     assert held is not None
     with monkeypatch.context() as patched:
@@ -125,7 +129,9 @@ def test_a_release_that_fails_fails_nothing(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting another disk needs root")
 def test_a_lock_is_not_taken_for_one_on_another_disk(tmp_path: Path) -> None:
-    """The disk under an agent is replaced by a snapshot, or by a fresh one: its files have the same numbers."""
+    """Another disk is mounted over the lock's directory: a lock file with the same inode number there is not mistaken
+    for this lock.
+    """
     mount, path = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], tmp_path / "lock"
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
@@ -145,7 +151,7 @@ def test_a_lock_is_not_taken_for_one_on_another_disk(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_before_the_release_ends_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next save of this process would wait for a lock that it holds itself."""
+    """After a KeyboardInterrupt before the unlock, the lock is free for this process's next save."""
     interrupted = mock.Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt), exclusive(tmp_path):
         monkeypatch.setattr(fcntl, "flock", interrupted)

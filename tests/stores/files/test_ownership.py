@@ -1,4 +1,4 @@
-"""Whose a store is: root and .agent count only where no other user of the host can have put something there."""
+"""Ownership of a store: root and `.agent` are trusted only if no other user of the host can have written there."""
 
 import os
 import stat
@@ -27,7 +27,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import recycle
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
-NOBODY, STRANGERS = 65534, 54321
+NOBODY, OTHER_GROUP = 65534, 54321
 
 
 def root_of_another(base: Path) -> Path:
@@ -43,14 +43,14 @@ def root_for_all(base: Path) -> Path:
 
 def root_for_a_group(base: Path) -> Path:
     (base / "root" / "notes").touch()
-    os.chown(base / "root", -1, STRANGERS)
+    os.chown(base / "root", -1, OTHER_GROUP)
     (base / "root").chmod(0o770)
     return base / "root"
 
 
 def root_for_group_0(base: Path) -> Path:
     (base / "root" / "notes").touch()
-    (base / "root").chmod(0o770)  # of group 0, in which containers run processes of any user
+    (base / "root").chmod(0o770)  # group 0: containers run processes of any user in it
     return base / "root"
 
 
@@ -134,8 +134,8 @@ def linked_through_a_directory_for_all(base: Path) -> Path:
     return base / "open"
 
 
-Scene = Callable[[Path], Path]
-HOSTILE: list[Scene] = [
+Prepare = Callable[[Path], Path]
+UNTRUSTED: list[Prepare] = [
     root_of_another, root_for_all, root_for_a_group, root_for_group_0, sticky_root, parent_for_all, parent_of_another,
     link_in_the_agents_place, agent_of_another, agent_for_all, file_of_another, file_for_all, linked_log,
     pipe_in_a_files_place, link_of_another_to_the_root, linked_through_a_directory_for_all,
@@ -150,19 +150,19 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
 def test_an_empty_root_of_ours_is_made_private(tmp_path: Path, mode: int) -> None:
-    """A fresh mount is often open to all: nobody has put anything there, and from now on nobody can."""
+    """An empty root that others can write, like many fresh mounts, gets mode 0700."""
     root = tmp_path / "root"
     root.mkdir()
-    os.chown(root, -1, STRANGERS)
+    os.chown(root, -1, OTHER_GROUP)
     root.chmod(mode)
     LocalStore(root).agent_directory()
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("scene", HOSTILE)
-def test_what_another_user_can_have_put_there_is_not_believed(base: Path, scene: Scene) -> None:
-    """The error names the path, its owner, its mode and the next step; nothing was made or appended."""
-    culprit = scene(base)
+@pytest.mark.parametrize("prepare", UNTRUSTED)
+def test_a_path_that_another_user_can_have_written_is_refused(base: Path, prepare: Prepare) -> None:
+    """The error names the path, its owner, its mode and the next step. Nothing is created or appended."""
+    culprit = prepare(base)
     status = culprit.lstat()
     with pytest.raises(StoreDenied) as caught:
         LocalStore(base / "root").agent_directory()
@@ -175,10 +175,14 @@ def test_what_another_user_can_have_put_there_is_not_believed(base: Path, scene:
     assert not (base / "precious").exists() or (base / "precious").read_text() == "precious"
 
 
-@pytest.mark.parametrize("scene", [root_of_another, root_for_all, parent_for_all, parent_of_another, agent_of_another])
-def test_who_trusts_the_hosts_users_says_so(base: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where containers see other owners than the host does, one variable believes owners and modes; links never."""
-    scene(base)
+@pytest.mark.parametrize(
+    "prepare", [root_of_another, root_for_all, parent_for_all, parent_of_another, agent_of_another]
+)
+def test_a_variable_trusts_other_users_of_the_host(
+    base: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `TRUST_ROOT_ENV` set, as in containers with mapped users, owners and modes are accepted. Links never are."""
+    prepare(base)
     monkeypatch.setenv(TRUST_ROOT_ENV, "1")
     LocalStore(base / "root").agent_directory()
     (base / "root" / AGENT_DIR / "log").symlink_to(base / "precious")
@@ -199,25 +203,25 @@ def readable_root(base: Path) -> None:
     (base / "root").chmod(0o755)
 
 
-@pytest.mark.parametrize("scene", [sticky_parent, own_link, readable_root])
-def test_usual_directories_are_believed(base: Path, scene: Callable[[Path], None]) -> None:
-    """A sticky directory above as /tmp is, a link of one's own, a root that all may read."""
-    scene(base)
+@pytest.mark.parametrize("prepare", [sticky_parent, own_link, readable_root])
+def test_usual_directories_are_accepted(base: Path, prepare: Callable[[Path], None]) -> None:
+    """A sticky parent like /tmp, the user's own link, and a root that others can read are accepted."""
+    prepare(base)
     store = LocalStore(base / "root")
     assert stat.S_IMODE(store.agent_directory().stat().st_mode) == 0o700
     assert store.agent_directory().exists()
 
 
-@pytest.mark.parametrize(("user", "group", "is_believed"), [(4321, 4321, True), (4321, 0, False), (4321, 54321, False)])
-def test_a_group_that_may_write_is_the_owners_own(
-    base: Path, monkeypatch: pytest.MonkeyPatch, user: int, group: int, *, is_believed: bool
+@pytest.mark.parametrize(("user", "group", "is_accepted"), [(4321, 4321, True), (4321, 0, False), (4321, 54321, False)])
+def test_only_the_owners_private_group_may_write(
+    base: Path, monkeypatch: pytest.MonkeyPatch, user: int, group: int, *, is_accepted: bool
 ) -> None:
-    """Systems make one for each user, that lets it write; group 0 is nobody's own."""
+    """A directory that a user's private group can write is accepted. With another group, or group 0, it is refused."""
     for path in (base, base / "root"):
         os.chown(path, user, group)
         path.chmod(0o775)
     monkeypatch.setattr("replicated_ckpt.stores.files.ownership.os.geteuid", lambda: user)
-    if is_believed:
+    if is_accepted:
         check_root(base / "root")
     else:
         with pytest.raises(StoreDenied, match="other users can write it"):
@@ -225,15 +229,15 @@ def test_a_group_that_may_write_is_the_owners_own(
 
 
 def test_a_group_that_is_named_may_write(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Group 0, too: whoever names it says that its members are trusted."""
+    """A group named in `GROUP_ENV`, also group 0, may write the root."""
     root_for_group_0(base)
     monkeypatch.setenv(GROUP_ENV, "0")
     LocalStore(base / "root").agent_directory()
     assert stat.S_IMODE((base / "root").stat().st_mode) == SHARED_MODE
 
 
-def test_what_is_read_without_an_agent_is_not_believed_either(base: Path) -> None:
-    """`ls` and a load by one process read addresses and tokens without starting an agent."""
+def test_reads_without_an_agent_check_ownership(base: Path) -> None:
+    """Reads without an agent, as by `ls`, refuse untrusted address and token files, too."""
     file_for_all(base)
     with pytest.raises(StoreDenied, match="other users can write it"):
         PeerBook(base / "root" / AGENT_DIR).read_all()
@@ -242,13 +246,13 @@ def test_what_is_read_without_an_agent_is_not_believed_either(base: Path) -> Non
     with pytest.raises(StoreDenied, match="symbolic link"):
         read_endpoint(endpoint.parent)
     endpoint.unlink()
-    os.mkfifo(endpoint, 0o600)  # whoever opened it would wait for a writer
+    os.mkfifo(endpoint, 0o600)  # opening it would block until a writer opens it
     with pytest.raises(StoreDenied, match="not a plain file"):
         read_endpoint(endpoint.parent)
 
 
 def test_a_directory_that_was_swapped_is_looked_at_again(base: Path) -> None:
-    """A store that checked once notices another directory in the place of its own."""
+    """A store that was checked once detects that another directory took the place of `.agent`."""
     store = LocalStore(base / "root")
     store.agent_directory().rename(base / "away")
     agent_of_another(base)
@@ -262,7 +266,7 @@ def saved(root: Path, checkpoint_id: str = "run/step-1") -> None:
 
 
 def as_user(uid: int, gid: int, do: Callable[[], object]) -> bool:
-    """Whether it succeeds in a process of this user and group."""
+    """Runs `do` in a process of this user and group. Returns whether it succeeded."""
     pid = os.fork()
     if pid == 0:
         os.setgroups([])
@@ -284,7 +288,7 @@ def reads(uid: int, gid: int, path: Path) -> bool:
 
 @pytest.fixture
 def reachable() -> Iterator[Path]:
-    """A directory that other users can pass."""
+    """A directory that other users can traverse."""
     with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
         Path(base).chmod(0o711)
         yield Path(base)
@@ -293,7 +297,7 @@ def reachable() -> Iterator[Path]:
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_a_store_is_private(reachable: Path, umask: int) -> None:
-    """A root that a save makes is 0700, and so is each directory in it, also in a root that was there and is not."""
+    """A new root has mode 0700, and so has each directory in a root, also in a root that existed with another mode."""
     before = os.umask(umask)
     try:
         saved(reachable / "fresh")
@@ -307,12 +311,14 @@ def test_a_store_is_private(reachable: Path, umask: int) -> None:
         made = [path for path in root.rglob("*") if path.is_dir()]
         assert {"run", "step-1", ".staging", AGENT_DIR} <= {path.name for path in made}
         assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
-        assert not reads(NOBODY, STRANGERS, root / "run/step-1/__0_0.distcp")
+        assert not reads(NOBODY, OTHER_GROUP, root / "run/step-1/__0_0.distcp")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_the_first_save_into_an_empty_root_that_others_can_write_makes_it_private(reachable: Path) -> None:
-    """A fresh mount, such as an emptyDir of Kubernetes, is open to all: the first save closes it, and is not refused."""
+    """A fresh mount, such as an emptyDir of Kubernetes, is writable by all: the first save succeeds, and sets mode
+    0700.
+    """
     root = reachable / "mounted"
     root.mkdir()
     root.chmod(0o777)
@@ -321,7 +327,9 @@ def test_the_first_save_into_an_empty_root_that_others_can_write_makes_it_privat
 
 
 def saves_and_restores(root: Path, advice: dict[str, str]) -> bool:
-    """What a manager does in a pod. With `advice` it is refused at first, by `restore` and `save` alike, with that hint."""
+    """Restores and saves as a pod does. With `advice`, `restore` and `save` first fail with a hint that contains it,
+    and then follow it.
+    """
     state = {"a": torch.arange(9)}
     if advice:
         with CheckpointManager(root, copies=1, preempt_on=()) as manager:
@@ -345,16 +353,16 @@ def saves_and_restores(root: Path, advice: dict[str, str]) -> bool:
     ("group", "mode", "advice"),
     [
         (4321, 0o2775, {}),  # fsGroup is the user's own
-        (STRANGERS, 0o2775, {GROUP_ENV: str(STRANGERS)}),  # fsGroup is another one
+        (OTHER_GROUP, 0o2775, {GROUP_ENV: str(OTHER_GROUP)}),  # fsGroup is another one
         (0, 0o777, {TRUST_ROOT_ENV: "1"}),  # emptyDir
-        (STRANGERS, 0o2777, {TRUST_ROOT_ENV: "1"}),  # emptyDir with fsGroup
+        (OTHER_GROUP, 0o2777, {TRUST_ROOT_ENV: "1"}),  # emptyDir with fsGroup
     ],
 )
 @pytest.mark.parametrize("below", ["", "ckpt"])
-def test_a_volume_of_kubelets_is_used_or_refused_with_what_helps(
+def test_a_volume_of_kubelet_works_or_fails_with_a_hint_that_helps(
     reachable: Path, group: int, mode: int, advice: dict[str, str], below: str
 ) -> None:
-    """It is root's, and its user is not: the first question has the answer of the save, and the hint can be followed."""
+    """A volume from kubelet belongs to root, not to the pod's user: it works, or fails with a hint that makes it work."""
     volume = reachable / "volume"
     volume.mkdir()
     os.chown(volume, 0, group)
@@ -364,8 +372,8 @@ def test_a_volume_of_kubelets_is_used_or_refused_with_what_helps(
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("umask", [0o000, 0o002])
-def test_a_root_is_believed_below_directories_that_the_save_has_made(reachable: Path, umask: int) -> None:
-    """A save makes what is missing above its root so that other users cannot write it, whatever the umask is."""
+def test_a_root_is_accepted_below_directories_that_the_save_has_made(reachable: Path, umask: int) -> None:
+    """A save creates missing parents of its root without write access for others, whatever the umask."""
     root = reachable / "project/run/node"
     before = os.umask(umask)
     try:
@@ -378,8 +386,8 @@ def test_a_root_is_believed_below_directories_that_the_save_has_made(reachable: 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_group_may_read_what_is_saved(reachable: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With REPLICATED_CKPT_GROUP its members read checkpoints, and nothing of the agent's; others read nothing."""
-    monkeypatch.setenv(GROUP_ENV, str(STRANGERS))
+    """Members of REPLICATED_CKPT_GROUP can read checkpoints, but no file of the agent. Others can read neither."""
+    monkeypatch.setenv(GROUP_ENV, str(OTHER_GROUP))
     root = reachable / "shared"
     before = os.umask(umask)
     try:
@@ -387,23 +395,23 @@ def test_a_group_may_read_what_is_saved(reachable: Path, umask: int, monkeypatch
     finally:
         os.umask(before)
     for name in ("__0_0.distcp", ".metadata", ".manifest.json"):
-        assert reads(NOBODY, STRANGERS, root / "run/step-1" / name)
+        assert reads(NOBODY, OTHER_GROUP, root / "run/step-1" / name)
         assert not reads(NOBODY, NOBODY, root / "run/step-1" / name)
     assert stat.S_IMODE((root / AGENT_DIR).stat().st_mode) & 0o777 == 0o700
-    LocalStore(root).agent_directory()  # and it is still believed
+    LocalStore(root).agent_directory()  # the root is still trusted
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_a_group_that_is_named_later_reads_what_is_saved_from_then_on(
     reachable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a directory of before, and over files that were recycled then; of before it reads nothing."""
+    """A group that is named later can read new checkpoints, also those over recycled files, but no older ones."""
     root = reachable / "root"
     for step in (1, 2):
         saved(root, f"run/step-{step}")
     first = LocalStore(root).catalog.manifest("run/step-1")
     assert recycle(root, "run/step-1", first.save_id)
-    for group in (STRANGERS, STRANGERS + 1):
+    for group in (OTHER_GROUP, OTHER_GROUP + 1):
         monkeypatch.setenv(GROUP_ENV, str(group))
         saved(root, f"run/of-{group}")
         for name in ("__0_0.distcp", ".metadata", ".manifest.json"):
@@ -412,7 +420,7 @@ def test_a_group_that_is_named_later_reads_what_is_saved_from_then_on(
 
 
 def loads(root: Path) -> bool:
-    """Whether this process alone loads what `saved` has saved."""
+    """Whether this process loads the tensor from `saved`."""
     state = {"a": torch.zeros(9, dtype=torch.int64)}
     dcp.load(state, checkpoint_id="latest", storage_reader=ReplicatedReader(root), no_dist=True)
     return bool(torch.equal(state["a"], torch.arange(9)))
@@ -420,18 +428,20 @@ def loads(root: Path) -> bool:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_a_member_of_the_group_loads(reachable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may read the checkpoints loads them; what the other user's agent has noted is neither needed nor believed."""
-    monkeypatch.setenv(GROUP_ENV, str(STRANGERS))
+    """A user who can read the checkpoints can load them, without the files of the owner's agent."""
+    monkeypatch.setenv(GROUP_ENV, str(OTHER_GROUP))
     root = reachable / "shared"
     saved(root)
     monkeypatch.delenv(GROUP_ENV)
-    assert as_user(NOBODY, STRANGERS, lambda: loads(root))
+    assert as_user(NOBODY, OTHER_GROUP, lambda: loads(root))
     assert not as_user(NOBODY, NOBODY, lambda: loads(root))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_root_loads_from_a_read_only_root_of_another(reachable: Path) -> None:
-    """As from a disk that was mounted to be looked at: agent files of its owner, which name hosts, are not believed."""
+    """root loads from a read-only mount that belongs to another user, and ignores that user's agent files, which name
+    hosts.
+    """
     disk = reachable / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0700", "tmpfs", str(disk)], check=False).returncode:
@@ -449,8 +459,8 @@ def test_root_loads_from_a_read_only_root_of_another(reachable: Path) -> None:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_group_that_is_none_is_an_error_of_the_configuration(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the variable, before anything is made."""
+def test_an_unknown_group_is_an_error_of_the_configuration(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown group raises ConfigInvalid with the variable's name, before any file is made."""
     monkeypatch.setenv(GROUP_ENV, "no-such-group-here")
     with pytest.raises(ConfigInvalid, match=GROUP_ENV):
         LocalStore(base / "root").agent_directory()
@@ -460,7 +470,9 @@ def test_a_group_that_is_none_is_an_error_of_the_configuration(base: Path, monke
 @pytest.mark.parametrize("variable", [TRUST_ROOT_ENV, PLAIN_ENV])
 @pytest.mark.parametrize("text", ["false", "no", "off", "true"])
 def test_a_switch_is_1_or_0(base: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
-    """Any other word is refused by name before anything is written: "false" must not switch off what protects."""
+    """A switch with another value than 1, 0 or empty raises ConfigInvalid with its name. "false" must not disable
+    protection.
+    """
     monkeypatch.setenv(variable, text)
     for make in (ReplicatedWriter, ReplicatedReader, AgentConfig):
         with pytest.raises(ConfigInvalid, match=f"{variable} must be 1, 0 or empty, not '{text}'"):

@@ -1,4 +1,4 @@
-"""What lies in a file's place is closed again, whatever it is."""
+"""Reading plain files: descriptors are closed, whatever is in a file's place."""
 
 import contextlib
 import tracemalloc
@@ -14,7 +14,7 @@ from tests.harness.processes import open_below
 
 
 def look(root: Path) -> None:
-    """As an agent does in each round."""
+    """Lists invalid manifests, as an agent does in each round."""
     assert list(Catalog(root).with_invalid_manifest()) == []
 
 
@@ -27,7 +27,9 @@ def look(root: Path) -> None:
     ],
 )
 def test_a_directory_in_a_files_place_leaves_nothing_open(tmp_path: Path, way: Callable[[Path], object]) -> None:
-    """An agent looks every few seconds for as long as it lives, and may have a thousand descriptors."""
+    """With a directory in place of a shard, each function leaves no open descriptor. An agent's rounds would otherwise
+    exhaust them.
+    """
     (tmp_path / "run" / "__0_0.distcp").mkdir(parents=True)
     with contextlib.suppress(IsADirectoryError):
         way(tmp_path)
@@ -35,7 +37,7 @@ def test_a_directory_in_a_files_place_leaves_nothing_open(tmp_path: Path, way: C
 
 
 def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
-    """64 MiB were asked for, as a manifest may have them: under `ulimit -v` a store of small ones could not be read."""
+    """Reading a small file allocates less than 1 MiB, not the 64 MiB that a manifest may have."""
     (tmp_path / "small").write_bytes(b"{}")
     tracemalloc.start()
     try:

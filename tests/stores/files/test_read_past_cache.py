@@ -1,4 +1,4 @@
-"""Reading a file past the page cache gives the same bytes, and leaves the cache to those who use it."""
+"""`read_past_cache` returns the file's bytes and leaves the page cache unchanged."""
 
 import ctypes
 import mmap
@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def cached_pages(path: Path) -> int:
-    """How many pages of a file lie in the page cache. Source: mincore(2)."""
+    """The number of pages of a file in the page cache. Source: mincore(2)."""
     size = path.stat().st_size
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
         flags = (ctypes.c_ubyte * (-(-size // PAGE_BYTES)))()
@@ -52,7 +52,7 @@ def drop(path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, SCRATCH_BYTES, SCRATCH_BYTES + 1, 5 * SCRATCH_BYTES - 7])
 @pytest.mark.parametrize("folder", ["disk", "/dev/shm"])
 def test_every_byte_comes_once(tmp_path: Path, folder: str, size: int) -> None:
-    """Whole pages, a part of one, nothing at all; on a file system that takes direct reads and on one that does not."""
+    """Files of zero bytes, part of a page, and whole pages, on file systems with and without direct reads."""
     path = (tmp_path if folder == "disk" else Path(folder)) / f"read-past-cache-{os.getpid()}-{size}"
     try:
         data = written(path, size)
@@ -61,8 +61,8 @@ def test_every_byte_comes_once(tmp_path: Path, folder: str, size: int) -> None:
         path.unlink()
 
 
-def test_what_was_written_and_not_flushed_is_read(tmp_path: Path) -> None:
-    """A direct read sees what lies in the page cache alone."""
+def test_unflushed_bytes_are_read(tmp_path: Path) -> None:
+    """A direct read returns bytes that are only in the page cache."""
     path = tmp_path / "file"
     data = os.urandom(3 * SCRATCH_BYTES)
     path.write_bytes(data)
@@ -70,7 +70,7 @@ def test_what_was_written_and_not_flushed_is_read(tmp_path: Path) -> None:
 
 
 def test_the_page_cache_is_as_it_was(tmp_path: Path) -> None:
-    """What another process reads stays in it, and what was not in it does not come in."""
+    """Cached pages stay cached, and uncached pages stay uncached."""
     if os.major(tmp_path.stat().st_dev) == 0:
         pytest.skip("the temporary directory lies on no block device")
     path = tmp_path / "file"

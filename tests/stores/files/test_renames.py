@@ -1,4 +1,4 @@
-"""Renames where a container's filter of system calls has none but the plain one."""
+"""Renames in a container whose seccomp filter refuses renameat2."""
 
 import ctypes
 import errno
@@ -22,7 +22,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_renameat2() -> None:
-    """For the rest of this process, as seccomp profiles refuse what they do not know. Source: seccomp(2)."""
+    """Refuses renameat2 for the rest of this process, as seccomp profiles refuse unknown calls. Source: seccomp(2)."""
     steps = [
         (_LOAD, 0, 0, 0),
         (_JUMP_IF, 0, 1, _CALLS[os.uname().machine]),
@@ -49,8 +49,8 @@ def in_a_filtered_child(do: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.skipif(os.uname().machine not in _CALLS, reason="the number of the call is not known here")
-def test_a_filter_of_system_calls_is_taken_for_a_kernel_without_it(tmp_path: Path) -> None:
-    """Its "not permitted" failed each overwrite, after the decision."""
+def test_a_seccomp_filter_counts_as_a_missing_renameat2(tmp_path: Path) -> None:
+    """EPERM from a seccomp filter counts as a missing renameat2, and fails no overwrite."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     assert not in_a_filtered_child(lambda: exchange(tmp_path / "a", tmp_path / "b"))
@@ -60,7 +60,7 @@ def test_a_filter_of_system_calls_is_taken_for_a_kernel_without_it(tmp_path: Pat
 
 
 def test_another_refusal_is_an_error(tmp_path: Path) -> None:
-    """It is not taken for a kernel that cannot, and tried in another way."""
+    """Any other error of renameat2 is raised."""
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError, match="No such file"):
         exchange(tmp_path / "a", tmp_path / "missing")

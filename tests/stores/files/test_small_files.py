@@ -1,4 +1,4 @@
-"""Small files of a staged save: they are there whole, or nothing is, whatever ends the save meanwhile."""
+"""Small files of a staged save are written completely or not at all, whatever ends the save meanwhile."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from tests.stores.local.test_local import METADATA, SHARD, staged
 
 
 def test_a_commit_waits_for_a_small_file_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Re-protection brings `.metadata` while the save is committed: no error, and nothing half written is published."""
+    """Re-protection writes `.metadata` during a commit: the commit waits, succeeds, and publishes no partial file."""
     store = LocalStore(tmp_path)
     save = staged(store, 1, b"bytes")
     writing, go_on, write_all = threading.Event(), threading.Event(), durable.write_all
@@ -44,7 +44,7 @@ def test_a_commit_waits_for_a_small_file_that_is_being_written(tmp_path: Path, m
 
 
 def test_a_small_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full: what was there stays, without a temporary file beside it."""
+    """On a full disk, the previous files stay, and no temporary file is left."""
     store = LocalStore(tmp_path)
     save = staged(store, 1, b"bytes")
     before = sorted(store.staging(save).iterdir())
@@ -59,7 +59,7 @@ def test_a_small_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monk
 
 
 def test_a_file_that_comes_while_its_save_is_published_leaves_nothing(tmp_path: Path) -> None:
-    """A peer begins to bring `.metadata` at the last moment: it is refused, and no part of it lies in the version."""
+    """A peer begins to send `.metadata` during a commit: the file is refused, and no part of it is published."""
     store = LocalStore(tmp_path)
     save = staged(store, 1, b"bytes")
     begun: list[FileSink] = []
@@ -71,8 +71,8 @@ def test_a_file_that_comes_while_its_save_is_published_leaves_nothing(tmp_path: 
     assert {path.name for path in store.final("step-1").iterdir()} == {MANIFEST_NAME, METADATA_NAME, SHARD}
 
 
-def test_what_is_flushed_later_may_have_another_name_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit renames the directory of a copy that was acknowledged from memory. One that is gone needs nothing."""
+def test_a_later_flush_finds_a_renamed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later flush finds a file that a commit has renamed, and ignores one that was removed."""
     first, final = tmp_path / "staged", tmp_path / "final"
     first.write_bytes(b"a copy")
     flush, flushed = durable.flush_later(first), list[int]()
@@ -84,7 +84,9 @@ def test_what_is_flushed_later_may_have_another_name_by_then(tmp_path: Path, mon
 
 
 def test_a_secret_is_not_written_where_others_could_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount that refuses fchmod and gives every file the mode 0755, as FAT: no file of the mode 0600 is left there."""
+    """On a mount that refuses fchmod and gives files mode 0755, as FAT does, writing a secret raises and leaves no
+    file.
+    """
     path = tmp_path / "token"
     real = os.open
     refused = mock.Mock(side_effect=OSError(errno.EPERM, os.strerror(errno.EPERM)))

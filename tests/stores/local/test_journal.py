@@ -1,4 +1,6 @@
-"""The journal: what is over on a node is noted, and outlives its agent; what it has forgotten is not taken for that."""
+"""The journal records how a node's saves ended. It outlives the agent, and a save without an entry is not taken for an
+ended one.
+"""
 
 import threading
 from pathlib import Path
@@ -26,8 +28,8 @@ def open_save(store: LocalStore, save_id: str, coordinator: str) -> None:
     store.begin(Intent(save_id, "step-1", "s", overwrite=True, coordinator=coordinator))
 
 
-def said_of(store: LocalStore, save_id: str) -> str:
-    """What the node's next agent says to a node that settles the save."""
+def answer_about(store: LocalStore, save_id: str) -> str:
+    """The state that the node's next agent returns to a node that settles the save."""
     return str(NodeService(store).answer_to_settle(save_id, is_over=True, is_left=True)["state"])
 
 
@@ -36,23 +38,27 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "root")
 
 
-def test_the_coordinators_node_says_so_after_its_agent_was_started_again(store: LocalStore) -> None:
-    """The node that has given a save up notes it before it says so: the answer is the same after a restart."""
+def test_the_coordinators_node_answers_the_same_after_a_restart(store: LocalStore) -> None:
+    """The coordinator's node journals an abort before it answers: the answer after a restart is the same."""
     open_save(store, SAVE, store.node_id())
-    assert said_of(store, SAVE) == Answer.ABORTED.value, "it is aborted before the answer"
-    assert said_of(store, SAVE) == Answer.ABORTED.value
-    assert NodeService(store).state_of(SAVE) == {"state": Answer.ABSENT.value}, "to those that do not settle it"
+    assert answer_about(store, SAVE) == Answer.ABORTED.value, "aborted and journaled by this call"
+    assert answer_about(store, SAVE) == Answer.ABORTED.value
+    assert NodeService(store).state_of(SAVE) == {"state": Answer.ABSENT.value}, (
+        "the answer to nodes that do not settle the save"
+    )
 
 
-def test_a_rank_that_gives_up_without_an_agent_leaves_the_note_too(store: LocalStore) -> None:
-    """A coordinator's rank that aborts in its own store notes it there for the agent that comes later."""
+def test_a_rank_that_aborts_without_an_agent_journals_it(store: LocalStore) -> None:
+    """A coordinator's rank that aborts without an agent journals the abort for a later agent."""
     open_save(store, SAVE, store.node_id())
     store.abort(SAVE)
-    assert said_of(store, SAVE) == Answer.ABORTED.value
+    assert answer_about(store, SAVE) == Answer.ABORTED.value
 
 
-def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(store: LocalStore) -> None:
-    """Nothing is staged any more: only the intent tells that this node coordinated the save."""
+def test_after_a_crash_before_the_entry_the_next_start_uses_the_intent(store: LocalStore) -> None:
+    """After a crash between the abort and its entry, only the intent is left: the next start aborts the save, and
+    journals it.
+    """
     open_save(store, SAVE, store.node_id())
     with (
         mock.patch.object(store.journal, "append_end", side_effect=KeyboardInterrupt),
@@ -62,18 +68,18 @@ def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(
     assert not store.is_staged(SAVE)
     (intent,) = store.list_staged()
     NodeService(store).abort(intent.save_id, "its ranks have ended")
-    assert said_of(store, SAVE) == Answer.ABORTED.value
+    assert answer_about(store, SAVE) == Answer.ABORTED.value
     assert store.list_staged() == ()
 
 
 @pytest.mark.parametrize("rule", ["beyond the newest 1", BY_HAND])
-def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> None:
-    """A node that was away when it was published has it staged, and another node of it may be lost for ever since.
+def test_a_removal_by_retention_is_journaled(store: LocalStore, rule: str) -> None:
+    """Retention journals a removal as aborted, because a node that was away may still have the save staged.
 
-    A removal by hand is by the user of one node alone.
+    A removal by hand concerns this node only, and is answered as absent.
     """
     made = checkpointed([store], 1, {"__0_0.distcp": [0]})
-    assert said_of(store, made.save_id) == Answer.PUBLISHED.value
+    assert answer_about(store, made.save_id) == Answer.PUBLISHED.value
     collector = Collector(NodeService(store), threading.Event())
     if rule == BY_HAND:
         store.journal.append_end(made.save_id, End.REMOVING)
@@ -82,41 +88,43 @@ def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> No
         removal = Removal(store.node_id(), made.checkpoint_id, made.save_id, rule)
         collector.carry_out(RetentionPlan(removals=(removal,)))
     assert store.catalog.checkpoint_of(made.save_id) is None
-    assert said_of(store, made.save_id) == (Answer.ABSENT if rule == BY_HAND else Answer.ABORTED).value
+    assert answer_about(store, made.save_id) == (Answer.ABSENT if rule == BY_HAND else Answer.ABORTED).value
 
 
-def test_no_other_node_speaks_for_the_coordinators(store: LocalStore) -> None:
-    """A node that did not coordinate a save says that it has nothing of it, never that it was aborted."""
+def test_only_the_coordinators_node_answers_aborted(store: LocalStore) -> None:
+    """A node that did not coordinate a save answers `absent` after an abort, never `aborted`."""
     store.node_id()
     open_save(store, SAVE, ELSEWHERE)
     store.abort(SAVE)
-    assert said_of(store, SAVE) == Answer.ABSENT.value
-    assert said_of(store, ANOTHER) == Answer.ABSENT.value, "it has never heard of it"
+    assert answer_about(store, SAVE) == Answer.ABSENT.value
+    assert answer_about(store, ANOTHER) == Answer.ABSENT.value, "a save unknown to this node"
 
 
 @pytest.mark.parametrize("manifest", [b"", b"damaged"])
-def test_what_may_have_been_decided_is_not_said_to_be_given_up(store: LocalStore, manifest: bytes) -> None:
-    """It is removed once a newer save is whole, or as its operator says; another node may have published it."""
+def test_a_save_that_may_have_been_decided_is_not_reported_as_aborted(store: LocalStore, manifest: bytes) -> None:
+    """A save with a damaged manifest may have been decided and published elsewhere: after its removal the answer is
+    `absent`, not `aborted`.
+    """
     open_save(store, SAVE, store.node_id())
     (store.staging(SAVE) / ".manifest.json").write_bytes(manifest)
     store.abort(SAVE)
     assert store.list_staged() == ()
-    assert said_of(store, SAVE) == Answer.ABSENT.value
+    assert answer_about(store, SAVE) == Answer.ABSENT.value
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"\0" * 80, f"{SAVE} abort\n{SAVE}".encode(), b"[" * 100_000])
-def test_notes_that_cannot_be_believed_count_as_none(store: LocalStore, content: bytes) -> None:
-    """Then nodes wait for each other's answers, and the next note is written."""
+def test_a_damaged_journal_counts_as_empty(store: LocalStore, content: bytes) -> None:
+    """A damaged journal counts as empty, and new entries are written."""
     open_save(store, SAVE, store.node_id())
     store.abort(SAVE)
     (store.root / AGENT_DIR / "journal").write_bytes(content)
-    assert said_of(store, SAVE) == Answer.ABSENT.value
+    assert answer_about(store, SAVE) == Answer.ABSENT.value
     open_save(store, ANOTHER, store.node_id())
-    assert said_of(store, ANOTHER) == Answer.ABORTED.value
+    assert answer_about(store, ANOTHER) == Answer.ABORTED.value
 
 
-def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal is bounded, in memory and on disk: the newest ends stay, each once."""
+def test_the_oldest_entries_are_dropped(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal is bounded, in memory and on disk: it keeps the newest ends, each once."""
     monkeypatch.setattr(journal, "ENTRIES_MAX", 2)
     monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
     for save_id in (SAVE, ANOTHER, THIRD, THIRD):
@@ -129,8 +137,8 @@ def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyP
     assert (store.root / AGENT_DIR / "journal").read_bytes().count(b"aborted") == 2
 
 
-def test_what_is_over_is_not_opened_again(store: LocalStore) -> None:
-    """A rank's opening that comes late, after a restart of the agent, too: the ranks get the reason that was noted."""
+def test_an_ended_save_is_not_opened_again(store: LocalStore) -> None:
+    """A rank's late request to open an aborted save is refused with the journaled reason, also after a restart."""
     for save_id, coordinator in ((SAVE, ELSEWHERE), (ANOTHER, store.node_id())):
         open_save(store, save_id, coordinator)
         NodeService(store).abort(save_id, "another save\novertook it")
@@ -142,8 +150,10 @@ def test_what_is_over_is_not_opened_again(store: LocalStore) -> None:
     assert not store.is_staged(ANOTHER)
 
 
-def test_a_note_after_one_that_a_crash_has_torn_counts(store: LocalStore) -> None:
-    """Each line begins anew; what other processes append is seen, and a file that was put back is read from its start."""
+def test_an_entry_after_a_torn_one_counts(store: LocalStore) -> None:
+    """An entry after a torn line counts, entries of other processes are seen, and a restored file is read from its
+    start.
+    """
     store.agent_directory()
     path, notes = store.root / AGENT_DIR / "journal", Journal(store.root)
     notes.append_end(SAVE, End.RETIRED)
@@ -155,14 +165,14 @@ def test_a_note_after_one_that_a_crash_has_torn_counts(store: LocalStore) -> Non
     assert [notes.find_end(each) for each in (SAVE, THIRD)] == [Entry(End.RETIRED), None]
 
 
-def test_a_save_is_given_up_where_the_note_cannot_be_written(
+def test_a_save_is_aborted_although_the_journal_cannot_be_written(
     store: LocalStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk in trouble keeps no staged save: that only costs the others' answers."""
+    """If the journal cannot be written, the save is still aborted. Other nodes then wait until all nodes answer."""
     open_save(store, SAVE, store.node_id())
     store.agent_directory()
     (store.root / AGENT_DIR / "journal").mkdir()
     store.abort(SAVE)
     assert store.list_staged() == ()
     assert "until all answer" in caplog.text
-    assert said_of(store, SAVE) == Answer.ABSENT.value
+    assert answer_about(store, SAVE) == Answer.ABSENT.value

@@ -1,4 +1,4 @@
-"""Links: a shard of a committed save is a shard of the next one, and either may go without a byte of the other changing."""
+"""Hard links: two saves share a shard, and the removal of one changes no byte of the other."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def saved(store: LocalStore, checkpoint_id: str = "step-1", number: int = 1) -> CommittedShard:
-    """A committed checkpoint with one shard."""
+    """Commits a checkpoint with one shard."""
     return shard_of(checkpointed([store], number, {"__0_0.distcp": (0,)}, checkpoint_id=checkpoint_id))
 
 
@@ -38,7 +38,7 @@ def shard_of(manifest: Manifest) -> CommittedShard:
 
 
 def opened(store: LocalStore) -> Path:
-    """Opens a save; where its shard will lie."""
+    """Opens a save. Returns the path of its shard."""
     store.begin(Intent(SAVE, "step-9", "session", overwrite=False))
     return store.path_of_staged(SAVE, NAME)
 
@@ -52,7 +52,7 @@ def path_of(store: LocalStore, source: CommittedShard) -> Path:
 
 
 def test_a_link_is_the_same_file(store: LocalStore) -> None:
-    """No byte is written; the name is the staged one."""
+    """The staged path is a hard link to the committed shard."""
     source, path = saved(store), opened(store)
     link(store, source)
     assert os.path.samestat(path.stat(), path_of(store, source).stat())
@@ -63,7 +63,7 @@ def test_a_link_is_the_same_file(store: LocalStore) -> None:
 def test_a_removed_source_leaves_the_link_as_it_was(
     store: LocalStore, remove: Callable[[Path, str, str], bool]
 ) -> None:
-    """Also where its files are recycled: what has a second name is never written over."""
+    """After the source is retired or recycled, the link has its bytes. A file with a second name is not recycled."""
     source, path = saved(store), opened(store)
     before = path_of(store, source).read_bytes()
     link(store, source)
@@ -100,7 +100,7 @@ def truncate(store: LocalStore, source: CommittedShard) -> None:
 
 
 def mark(store: LocalStore, source: CommittedShard) -> None:
-    """The scrub has found a flipped byte."""
+    """Flips a byte, and marks the shard as the scrub does."""
     flip(path_of(store, source), 1000)
     store.agent_directory()
     DamageBook(store).mark(source.checkpoint_id, source.save_id, source.name)
@@ -115,7 +115,7 @@ def retire_it(store: LocalStore, source: CommittedShard) -> None:
 
 
 def save_again(store: LocalStore, source: CommittedShard) -> None:
-    """Another save has the name of the checkpoint and of its shard."""
+    """Another save replaces the checkpoint and its shard under the same names."""
     retire_it(store, source)
     saved(store, source.checkpoint_id, 2)
 
@@ -136,8 +136,8 @@ def take_the_name(store: LocalStore, source: CommittedShard) -> None:
         (take_the_name, StoreError),
     ],
 )
-def test_what_is_not_the_intact_shard_is_not_linked(store: LocalStore, change: object, error: type[Exception]) -> None:
-    """The save writes the shard then: it gets an error of ours, and nothing new has the name."""
+def test_a_damaged_or_replaced_source_is_not_linked(store: LocalStore, change: object, error: type[Exception]) -> None:
+    """A damaged, missing or replaced source raises, and leaves no link: the save then writes the shard."""
     source, path = saved(store), opened(store)
     assert callable(change)
     change(store, source)
@@ -172,7 +172,7 @@ def test_a_file_system_that_makes_no_link_is_an_error_of_ours(
     ],
 )
 def test_fields_that_name_no_shard_are_refused(wrong: dict[str, object]) -> None:
-    """They come from a peer, and become parts of a path."""
+    """Fields of a peer's request that become parts of a path are validated."""
     right = CommittedShard("run/step-1", "1" * 32, "__0_3.distcp", 5, 6)
     assert CommittedShard.from_json(right.to_json()) == right
     with pytest.raises((ValueError, TypeError)):

@@ -1,4 +1,4 @@
-"""The local store: a save counts entirely or not at all, and never replaces what it should not."""
+"""The local store: a save counts completely or not at all, and replaces only what it may replace."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ def save_id(digit: int) -> str:
 def staged(
     store: LocalStore, number: int, data: bytes, *, checkpoint_id: str = "step-1", overwrite: bool = False
 ) -> str:
-    """A save of one shard, staged with its decision and not committed. Its file has the next free number in its name."""
+    """Stages and decides a save of one shard, without the commit. Its file name has the next free number."""
     name, shard = save_id(number), renumbered(SHARD, next_file_number([store], checkpoint_id))
     store.begin(Intent(name, checkpoint_id, "session", overwrite))
     table = table_of([data])
@@ -93,7 +93,7 @@ def content(store: LocalStore, checkpoint_id: str = "step-1") -> bytes:
 
 
 def test_identity_is_made_once(tmp_path: Path) -> None:
-    """Every process of a node sees the same identity, also under another name of the root."""
+    """Every process of a node reads the same identity, also through a link to the root. A damaged identity is refused."""
     first = LocalStore(tmp_path / "node").node_id()
     (tmp_path / "alias").symlink_to(tmp_path / "node")
     assert LocalStore(tmp_path / "alias").node_id() == first
@@ -108,7 +108,7 @@ def test_identity_is_made_once(tmp_path: Path) -> None:
 def test_identity_is_made_where_files_have_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, can_keep_a_name: bool
 ) -> None:
-    """As on a file system without hard links; the second of two processes takes what the first has made."""
+    """Without hard links the identity is made, too. The second of two processes uses the first one's."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -124,18 +124,20 @@ def test_identity_is_made_where_files_have_one_name(
 
 
 def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
-    """A staged save is not a checkpoint; committed, it is, and its staging is gone."""
+    """A staged save is no checkpoint. After its commit it is one, and its staging directory is gone."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"one")
     assert store.catalog.holdings("n") == ()
     assert store.commit(name) == (SHARD,)
     assert content(store) == b"one"
     assert store.list_staged() == ()
-    assert store.commit(name) == (SHARD,), "committing twice changes nothing"
+    assert store.commit(name) == (SHARD,), "a second commit changes nothing"
 
 
-def test_what_is_opened_again_to_be_completed_leaves_no_litter(tmp_path: Path) -> None:
-    """Two complete one save: who comes last finds it committed, although who came first took the intent with it."""
+def test_a_save_that_is_completed_twice_leaves_no_staging_directory(tmp_path: Path) -> None:
+    """Two processes complete one save: the second finds it committed without an intent, and removes its staging
+    directory.
+    """
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"one")
     assert store.commit(name) == (SHARD,)
@@ -149,7 +151,7 @@ def test_what_is_opened_again_to_be_completed_leaves_no_litter(tmp_path: Path) -
 
 
 def test_an_overwrite_replaces_the_whole_checkpoint(tmp_path: Path) -> None:
-    """The old checkpoint stays until the new one has its name; then nothing of it is left."""
+    """The old checkpoint stays until the new one is committed. Then no file of the old one is left."""
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
@@ -161,8 +163,10 @@ def test_an_overwrite_replaces_the_whole_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["commit.described", "commit.prepared", "commit.named", "commit.durable"])
-def test_a_publication_that_a_crash_broke_off_is_completed(tmp_path: Path, point: str) -> None:
-    """By the start of an agent; before it, the old version or the new one is there, whole."""
+def test_a_commit_that_a_crash_interrupted_is_completed(tmp_path: Path, point: str) -> None:
+    """After a crash in a commit, the old or the new version is there, intact. The agent's next start completes the
+    commit.
+    """
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
@@ -177,8 +181,12 @@ def test_a_publication_that_a_crash_broke_off_is_completed(tmp_path: Path, point
 
 @pytest.mark.parametrize("point", ["commit.described", "commit.prepared"])
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_first_publication_that_a_crash_broke_off_ends(tmp_path: Path, point: str, *, is_over: bool) -> None:
-    """Its own shards under the name are no other checkpoint: it is completed, or given up with nothing left."""
+def test_a_first_commit_that_a_crash_interrupted_is_completed_or_aborted(
+    tmp_path: Path, point: str, *, is_over: bool
+) -> None:
+    """After a crash in a first commit, its shards count as no other checkpoint: the save is completed, or aborted
+    without a trace.
+    """
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"first")
     killed_at(point, lambda: store.commit(name))
@@ -192,8 +200,8 @@ def test_a_first_publication_that_a_crash_broke_off_ends(tmp_path: Path, point: 
     assert store.list_staged() == ()
 
 
-def test_metadata_that_is_brought_back_has_its_name(tmp_path: Path) -> None:
-    """What lies there afterwards is what was saved, and nothing else: stock torch reads `.metadata`."""
+def test_repaired_metadata_has_its_name(tmp_path: Path) -> None:
+    """After a repair of `.metadata`, the directory has exactly the saved files under their names."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"first")
     store.commit(name)
@@ -204,8 +212,8 @@ def test_metadata_that_is_brought_back_has_its_name(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-1").iterdir()} == before
 
 
-def test_where_files_have_one_name_only_a_crash_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without hard links there is an instant without a checkpoint; it ends with the next start of the agent."""
+def test_a_crash_without_hard_links_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without hard links, a crash in an overwrite can leave no checkpoint. The agent's next start completes it."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, "no links here")
@@ -220,7 +228,7 @@ def test_where_files_have_one_name_only_a_crash_is_completed(tmp_path: Path, mon
 
 
 def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Path) -> None:
-    """An agent starts although a decided save is in its way, and completes what it can."""
+    """An agent starts although one decided save is blocked, and completes the others."""
     store = LocalStore(tmp_path)
     blocked = staged(store, 1, b"blocked")
     store.commit(staged(store, 2, b"there"))
@@ -232,7 +240,9 @@ def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Pa
 
 
 def test_two_threads_that_publish_one_save_do_not_undo_it(tmp_path: Path) -> None:
-    """A peer's question and a load's settling may complete a replacement at once: the new one is there, and no litter."""
+    """Two threads complete one overwrite at once, as a peer's request and a load can: both succeed, and no staging
+    directory is left.
+    """
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
@@ -249,8 +259,8 @@ def test_two_threads_that_publish_one_save_do_not_undo_it(tmp_path: Path) -> Non
     assert list((tmp_path / ".staging").iterdir()) == []
 
 
-def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: Path) -> None:
-    """The next save of that id meets a checkpoint, as it should, and another one of that session goes ahead."""
+def test_a_decided_stale_save_is_completed_before_the_next_save_begins(tmp_path: Path) -> None:
+    """Opening a save first completes decided stale saves. A save of the same id is then refused, and another one opens."""
     store = LocalStore(tmp_path)
     service = NodeService(store)
     decided = staged(store, 1, b"decided")
@@ -263,8 +273,8 @@ def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: P
     assert service.state_of(decided)["state"] == service.state_of(also)["state"] == "committed"
 
 
-def test_a_load_right_after_a_crash_completes_what_was_decided(tmp_path: Path) -> None:
-    """Of two saves that were opened a moment ago and nobody holds, the decided one is published, the other let be."""
+def test_a_load_right_after_a_crash_completes_a_decided_save(tmp_path: Path) -> None:
+    """Of two stale saves without a lock, settling publishes the decided one, and leaves the other staged."""
     store = LocalStore(tmp_path)
     service = NodeService(store)
     for number in (1, 2):
@@ -276,7 +286,7 @@ def test_a_load_right_after_a_crash_completes_what_was_decided(tmp_path: Path) -
 
 
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    """Neither when the save begins, nor when another save was faster."""
+    """Without `overwrite`, a save is refused when it begins, or at its commit if another save was faster."""
     store = LocalStore(tmp_path)
     slow = staged(store, 1, b"slow")
     store.commit(staged(store, 2, b"fast"))
@@ -287,8 +297,8 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     assert content(store) == b"fast"
 
 
-def test_a_save_that_may_replace_nothing_is_not_decided_over_one_that_was_faster(tmp_path: Path) -> None:
-    """Of two saves of one id without `overwrite` the slower is refused right before its decision."""
+def test_a_save_without_overwrite_is_not_decided_after_a_faster_one(tmp_path: Path) -> None:
+    """Of two saves of one id without `overwrite`, the slower is refused before its decision."""
     store = LocalStore(tmp_path)
     store.begin(Intent(save_id(2), "step-1", "session", overwrite=False))
     check_decidable(store.root, store.intent_of(save_id(2)))
@@ -297,8 +307,8 @@ def test_a_save_that_may_replace_nothing_is_not_decided_over_one_that_was_faster
         check_decidable(store.root, store.intent_of(save_id(2)))
 
 
-def test_a_decided_save_takes_its_name_from_an_older_one_asked_or_not(tmp_path: Path) -> None:
-    """Other nodes may have published it, and it was acknowledged then: it stayed staged here for ever."""
+def test_a_decided_save_replaces_an_older_one_without_overwrite(tmp_path: Path) -> None:
+    """A decided save replaces an older one even without `overwrite`, because other nodes may have published it."""
     store = LocalStore(tmp_path)
     service = NodeService(store)
     newer = staged(store, 2, b"newer")
@@ -307,8 +317,8 @@ def test_a_decided_save_takes_its_name_from_an_older_one_asked_or_not(tmp_path: 
     assert content(store) == b"newer"
 
 
-def test_the_manifest_of_a_checkpoint_that_is_gone_is_let_go(tmp_path: Path) -> None:
-    """A rank that looks for one save after the other, and finds each at once, keeps none of those that were retired."""
+def test_the_cached_manifest_of_a_removed_checkpoint_is_dropped(tmp_path: Path) -> None:
+    """After a checkpoint was removed, the catalog drops its cached manifest at the next lookup."""
     store = LocalStore(tmp_path)
     for number, data in enumerate((b"first", b"second"), 1):
         store.commit(staged(store, number, data, checkpoint_id=f"step-{number}"))
@@ -321,7 +331,7 @@ def test_the_manifest_of_a_checkpoint_that_is_gone_is_let_go(tmp_path: Path) -> 
 
 
 def test_a_damaged_decision_is_not_committed(tmp_path: Path) -> None:
-    """Metadata that does not match its manifest is refused, and the save stays staged."""
+    """A save whose metadata does not match its manifest is refused, and stays staged."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"data")
     (store.staging(name) / ".metadata").write_bytes(b"metadatX")
@@ -332,7 +342,7 @@ def test_a_damaged_decision_is_not_committed(tmp_path: Path) -> None:
 
 
 def test_an_aborted_save_leaves_nothing(tmp_path: Path) -> None:
-    """Abort removes what is staged, may be repeated, and later writes of that save are refused."""
+    """Abort removes the staged files, may be repeated, and later writes of that save are refused."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"data")
     store.abort(name)
@@ -347,7 +357,7 @@ def test_an_aborted_save_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
-    """A shard that was broken off has no name, and does not get into a checkpoint."""
+    """An unfinished shard has no final name, and is not committed."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"data")
     sink = FileSink.create(store.path_of_staged(name, "__1_0.distcp"))
@@ -363,7 +373,7 @@ def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
 def test_a_file_that_the_disk_refuses_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """No part, and no open descriptor: of a new file that gets no rights, and of a whole one that gets no name."""
+    """fchmod or rename fails: no partial file and no open descriptor is left."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
@@ -389,7 +399,7 @@ def test_a_file_that_the_disk_refuses_leaves_nothing(
 
 @pytest.mark.parametrize("name", ["../x", "node.json", "/etc/passwd", "__0_0.distcp/../../x", ""])
 def test_only_files_of_a_checkpoint_can_be_named(tmp_path: Path, name: str) -> None:
-    """No name from outside reaches another file."""
+    """A name from outside reaches no file but a checkpoint's."""
     store = LocalStore(tmp_path)
     saved = staged(store, 1, b"data")
     with pytest.raises(ConfigInvalid):
@@ -402,7 +412,7 @@ def test_only_files_of_a_checkpoint_can_be_named(tmp_path: Path, name: str) -> N
 
 
 def test_files_of_another_save_are_not_served(tmp_path: Path) -> None:
-    """Asking for a save that was overwritten meanwhile finds nothing, never the other save's bytes."""
+    """A request for a save that was overwritten finds no file, never the other save's bytes."""
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     store.commit(staged(store, 2, b"new", overwrite=True))
@@ -412,7 +422,7 @@ def test_files_of_another_save_are_not_served(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "flip footer", "truncate", "empty", "swap"])
 def test_no_damaged_byte_is_returned(tmp_path: Path, damage: str) -> None:
-    """Every kind of damage to a shard file is an ObjectCorrupt that names file and checksums."""
+    """Every kind of damage to a shard raises ObjectCorrupt with the file and checksums."""
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, bytes(range(256)) * 4096))
     path = tmp_path / "step-1" / SHARD
@@ -434,7 +444,7 @@ def test_no_damaged_byte_is_returned(tmp_path: Path, damage: str) -> None:
 
 
 def test_undamaged_blocks_of_a_damaged_file_are_still_read(tmp_path: Path) -> None:
-    """Damage costs the blocks that it hit, not the file."""
+    """Damage affects only its blocks, not the rest of the file."""
     store = LocalStore(tmp_path)
     data = os.urandom(1 << 20)
     saved = staged(store, 1, data)
@@ -457,7 +467,7 @@ def test_undamaged_blocks_of_a_damaged_file_are_still_read(tmp_path: Path) -> No
     [(errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EROFS, StoreDenied), (errno.EIO, StoreError)],
 )
 def test_system_errors_become_typed_errors(code: int, kind: type[StoreError]) -> None:
-    """A full disk, a forbidden one and a broken one are told apart, with store, operation and key."""
+    """Full, read-only and failing disks raise different errors, with store, operation and key."""
     error = store_error_of(OSError(code, os.strerror(code)), "node n", "write", "x")
     assert type(error) is kind
     assert (error.store, error.op, error.key) == ("node n", "write", "x")

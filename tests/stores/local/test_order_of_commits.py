@@ -1,4 +1,6 @@
-"""Publishing compares what is published, on every path; what is replaced is kept until it may go."""
+"""The order of commits: every path of a commit compares with the published version, and replaced versions are kept
+until they may be removed.
+"""
 
 import gc
 import json
@@ -33,8 +35,8 @@ HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"
 METADATA = b"metadata"
 
 
-def named(name: str, number: int) -> str:
-    """The shard of the same rank of the save of this number."""
+def numbered(name: str, number: int) -> str:
+    """The name of the same rank's shard in the save of this number."""
     return renumbered(name, number)
 
 
@@ -55,8 +57,8 @@ def open_save(
     is_whole: bool = True,
     overwrite: bool = True,
 ) -> Manifest:
-    """Stages and decides a save; its second shard lies here only if `is_whole`. `number` is in the names of its files."""
-    names = [named(name, number) for name in (HERE, ELSEWHERE)]
+    """Stages and decides a save with `number` in its file names. Its second shard is on this node only if `is_whole`."""
+    names = [numbered(name, number) for name in (HERE, ELSEWHERE)]
     contents = {name: f"{number}{name}".encode() * 100 for name in names}
     tables = {name: table_of([data]) for name, data in contents.items()}
     node = store.node_id()
@@ -91,7 +93,7 @@ def published(store: LocalStore) -> str:
 
 
 def read(store: LocalStore, manifest: Manifest, name: str) -> bytes:
-    name = named(name, manifest.sequence)
+    name = numbered(name, manifest.sequence)
     with open(store.open_file("last", manifest.save_id, name), "rb") as file:  # noqa: PTH123 - a descriptor
         return file.read()
 
@@ -99,7 +101,7 @@ def read(store: LocalStore, manifest: Manifest, name: str) -> bytes:
 def test_a_save_replaces_nothing_that_was_published_while_it_was_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `overwrite` the name was free when it was looked at: another run's save has it since, and keeps it."""
+    """Without `overwrite`, another run publishes between the check of the name and the commit: its save keeps the name."""
     store = LocalStore(tmp_path)
     theirs = open_save(store, 2, OTHER)
     make = make_directories
@@ -117,7 +119,7 @@ def test_a_save_replaces_nothing_that_was_published_while_it_was_opened(
 
 
 def test_an_older_save_never_takes_the_name_of_a_newer_one(tmp_path: Path) -> None:
-    """However late it comes: it was opened before, is decided, and stays staged."""
+    """An older, decided save that commits late is refused, and stays staged."""
     store = LocalStore(tmp_path)
     old, new = open_save(store, 1), open_save(store, 2)
     store.commit(new.save_id)
@@ -129,7 +131,7 @@ def test_an_older_save_never_takes_the_name_of_a_newer_one(tmp_path: Path) -> No
 
 
 def test_another_run_is_replaced_only_where_the_user_saw_it(tmp_path: Path) -> None:
-    """A save of another lineage takes the name from the version that lay there when it was opened, and from no other."""
+    """A save of another lineage replaces only the version that was published when it opened."""
     store = LocalStore(tmp_path)
     store.commit(open_save(store, 5).save_id)
     other = open_save(store, 1, OTHER)
@@ -142,7 +144,9 @@ def test_another_run_is_replaced_only_where_the_user_saw_it(tmp_path: Path) -> N
 
 
 def test_a_replaced_version_is_read_until_it_is_dropped(tmp_path: Path) -> None:
-    """While the new one is not whole here both are holdings of their own saves; a drop leaves the new one alone."""
+    """While the new version is incomplete on this node, both versions are holdings. Dropping the old one leaves the new
+    one.
+    """
     store = LocalStore(tmp_path)
     old = open_save(store, 1)
     store.commit(old.save_id)
@@ -157,16 +161,16 @@ def test_a_replaced_version_is_read_until_it_is_dropped(tmp_path: Path) -> None:
         new.save_id: False,
     }
     assert set(held[old.save_id].sizes) == set(old.shards)
-    assert set(held[new.save_id].sizes) == {named(HERE, 2)}
+    assert set(held[new.save_id].sizes) == {numbered(HERE, 2)}
     store.drop_replaced("last", old.save_id)
     with pytest.raises(ObjectMissing):
         read(store, old, HERE)
     assert read(store, new, HERE)
-    assert files_in(store) == {named(HERE, 2)}
+    assert files_in(store) == {numbered(HERE, 2)}
 
 
-def test_what_is_whole_here_waits_for_no_other_node(tmp_path: Path) -> None:
-    """All shards lie on this disk: the version that was replaced goes at once, as on one node or on two."""
+def test_a_complete_version_replaces_the_old_one_at_once(tmp_path: Path) -> None:
+    """If all shards of the new version are on this disk, the replaced version is removed at once."""
     store = LocalStore(tmp_path)
     store.commit(open_save(store, 1).save_id)
     store.commit(open_save(store, 2).save_id)
@@ -174,12 +178,12 @@ def test_what_is_whole_here_waits_for_no_other_node(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """A simulated SIGKILL."""
 
 
 @pytest.mark.parametrize("point", ["commit.described", "commit.prepared", "commit.named", "commit.durable"])
-def test_a_crash_while_it_is_published_keeps_both_versions(tmp_path: Path, point: str) -> None:
-    """After the restart the new one has the name and the old one is kept, wherever the crash has left it."""
+def test_a_crash_in_a_commit_keeps_both_versions(tmp_path: Path, point: str) -> None:
+    """After a crash in the commit and a restart, the new version has the name and the old one is kept."""
     store = LocalStore(tmp_path)
     old = open_save(store, 1)
     store.commit(old.save_id)
@@ -198,7 +202,7 @@ def test_a_crash_while_it_is_published_keeps_both_versions(tmp_path: Path, point
 
 
 def replace_by_half(root: Path) -> tuple[LocalStore, Manifest, Manifest]:
-    """A store, the whole version that it keeps, and the newer one that has its name and not all shards."""
+    """Replaces a complete version by a newer one without its second shard. Returns the store and both manifests."""
     store = LocalStore(root)
     old = open_save(store, 1)
     store.commit(old.save_id)
@@ -207,8 +211,8 @@ def replace_by_half(root: Path) -> tuple[LocalStore, Manifest, Manifest]:
     return store, old, new
 
 
-def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
-    """A replaced version that is published again, as the newer one was removed, is not there twice."""
+def test_a_version_that_is_published_again_has_its_shards(tmp_path: Path) -> None:
+    """After the newer version was removed, the replaced version is published again, and listed once."""
     store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", new.save_id)
     store.begin(Intent(old.save_id, "last", "repair", overwrite=True))
@@ -221,15 +225,15 @@ def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
 
 
 def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
-    """One that the policy gives up goes, too, and the published one stays."""
+    """Retention removes a replaced version, and the published one stays."""
     store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", old.save_id)
     assert replaced_in(store) == []
     assert published(store) == new.save_id
 
 
-def test_a_replaced_version_is_found_where_nothing_has_its_name(tmp_path: Path) -> None:
-    """The newer one was retired, and a load or a repair reads and mends the older one as any other."""
+def test_a_replaced_version_is_found_after_the_newer_one_was_retired(tmp_path: Path) -> None:
+    """After the newer version was retired, the replaced version opens like any other."""
     store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", new.save_id)
     assert list(store.catalog.committed()) == []
@@ -240,8 +244,10 @@ def test_a_replaced_version_is_found_where_nothing_has_its_name(tmp_path: Path) 
         pass
 
 
-def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None:
-    """What a rank has noted counts; a torn or foreign note counts for nothing, and goes with its save."""
+def test_the_place_of_a_staged_save_is_read_from_its_intent(tmp_path: Path) -> None:
+    """The place that a rank noted in the intent is read. Torn or invalid lines are ignored, and an abort removes the
+    note.
+    """
     store = LocalStore(tmp_path)
     manifest = open_save(store, 3)
     good = {"lineage": RUN, "sequence": 1}
@@ -267,7 +273,9 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
 
 
 def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:
-    """Not by a newer save that is whole here, not by what drops replaced versions, not by a policy; afterwards it goes."""
+    """A newer save, `drop_replaced` and `retire` do not remove a version that a load has locked. After the release,
+    `drop_replaced` does.
+    """
     store = LocalStore(tmp_path / "root")
     old = open_save(store, 1)
     store.commit(old.save_id)
@@ -280,15 +288,15 @@ def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:
     assert not store.drop_replaced("last", old.save_id)
     assert not retire(store.root, "last", old.save_id)
     for name in (HERE, ELSEWHERE):
-        assert read(store, old, name).startswith(f"1{named(name, 1)}".encode())
+        assert read(store, old, name).startswith(f"1{numbered(name, 1)}".encode())
     reading.release()
     assert store.drop_replaced("last", old.save_id)
     with pytest.raises(ObjectMissing):
         read(store, old, HERE)
 
 
-def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
-    """Two newer saves while a load reads: each version is where a reader finds it, and the one between goes at once."""
+def test_a_replacement_may_be_replaced_while_a_load_reads(tmp_path: Path) -> None:
+    """Two overwrites during a load: the locked version stays readable, and the version between is removed at once."""
     store = LocalStore(tmp_path / "root")
     manifests = [open_save(store, 1)]
     store.commit(manifests[0].save_id)
@@ -302,8 +310,8 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
     reading.release()
 
 
-def test_pins_that_are_gone_hold_no_version(tmp_path: Path) -> None:
-    """Of a service that is dropped without an end, its locks go, too: its process may live on."""
+def test_pins_of_a_collected_service_lock_no_version(tmp_path: Path) -> None:
+    """A service that is garbage-collected releases its locks, even if its process goes on."""
     service = NodeService(LocalStore(tmp_path))
     old = open_save(service.store, 1)
     service.commit(old.save_id)
@@ -314,8 +322,10 @@ def test_pins_that_are_gone_hold_no_version(tmp_path: Path) -> None:
     assert retire(tmp_path, "last", old.save_id)
 
 
-def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path) -> None:
-    """Another run's, that is read meanwhile: it stays for that, as does the save that has its name; then both go."""
+def test_a_version_that_a_retired_save_replaced_does_not_come_back(tmp_path: Path) -> None:
+    """A load reads another run's replaced version: that version and its replacement stay until the load ends. Then both
+    are removed.
+    """
     service = NodeService(LocalStore(tmp_path))
     store = service.store
     theirs = open_save(store, 7, OTHER)
@@ -346,28 +356,29 @@ def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path)
     assert [each.save_id for each in store.catalog.holdings("n")] == [newest.save_id]
 
 
-def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> None:
-    """A load has published it, and a newer save has its name by now, while it is read: the newer one's shards are none."""
+def test_a_late_commit_returns_its_own_shards_on_this_node(tmp_path: Path) -> None:
+    """A commit of a replaced version returns that version's shards on this node, not the newer version's."""
     store = LocalStore(tmp_path)
     old = open_save(store, 1, is_whole=False)
-    assert store.commit(old.save_id) == (named(HERE, 1),)
+    assert store.commit(old.save_id) == (numbered(HERE, 1),)
     lock = lock_version(store.catalog, "last", old.save_id)
     assert lock is not None
     newer = open_save(store, 2)
-    assert store.commit(newer.save_id) == (named(HERE, 2), named(ELSEWHERE, 2))
-    assert store.commit(old.save_id) == (named(HERE, 1),)
+    assert store.commit(newer.save_id) == (numbered(HERE, 2), numbered(ELSEWHERE, 2))
+    assert store.commit(old.save_id) == (numbered(HERE, 1),)
     lock.release()
 
 
 @pytest.mark.parametrize("footer", ["of other bytes", "damaged"])
 def test_a_shard_with_other_bytes_than_the_manifest_has_is_not_published(tmp_path: Path, footer: str) -> None:
-    """It is set aside, this node lacks that copy, the rest is published, and what the save replaced stays. A damaged footer
-    says nothing of the data: that shard is published, and mended."""
+    """A shard that contradicts its manifest is quarantined, the rest is published, and the replaced version stays. A
+    shard with only a damaged footer is published.
+    """
     store = LocalStore(tmp_path)
     before = open_save(store, 1)
     store.commit(before.save_id)
     newer = open_save(store, 2)
-    here, elsewhere = named(HERE, 2), named(ELSEWHERE, 2)
+    here, elsewhere = numbered(HERE, 2), numbered(ELSEWHERE, 2)
     path = store.path_of_staged(newer.save_id, elsewhere)
     other = b"evil" * (len(path.read_bytes()) // 4)
     raw = other + table_of([other]).encode() if footer == "of other bytes" else path.read_bytes()[:-1]
@@ -378,4 +389,4 @@ def test_a_shard_with_other_bytes_than_the_manifest_has_is_not_published(tmp_pat
     assert (tmp_path / "last" / elsewhere).exists() is not is_dropped
     aside = list((tmp_path / ".quarantine" / newer.save_id).glob("*")) if is_dropped else []
     assert [entry.read_bytes() for entry in aside] == [raw] * is_dropped
-    assert read(store, before, ELSEWHERE), "its copy of the newer one is not whole"
+    assert read(store, before, ELSEWHERE), "the newer version is incomplete here, so the replaced one stays"

@@ -1,4 +1,6 @@
-"""Recycled files: the next save is written over them, and no byte of the old checkpoint is believed, shared or changed."""
+"""Recycled files: the next save writes over removed shards. Old bytes are never read as new ones, nor changed under a
+reader.
+"""
 
 import contextlib
 import errno
@@ -52,18 +54,18 @@ SAVE = "e" * 32
 
 @pytest.fixture(autouse=True)
 def recycles(tmp_path: Path) -> None:
-    """Nothing here runs where nothing is recycled."""
+    """Skips each test on file systems where no file is recycled."""
     skip_without_leases(tmp_path)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A store whose pool has the one shard of a checkpoint that was removed."""
+    """A store whose pool has the one shard of a removed checkpoint."""
     return recycled_in(LocalStore(tmp_path / "node"))
 
 
 def recycled_in(store: LocalStore, *ranks: int, number: int = 1, size_bytes: int = OLD_BYTES) -> LocalStore:
-    """Makes a checkpoint and removes it again, as retention does."""
+    """Makes a checkpoint and recycles it, as retention does."""
     shards = {shard(rank): (0,) for rank in ranks or (0,)}
     manifest = checkpointed([store], number, shards, checkpoint_id=f"step-{number}", size_bytes=size_bytes)
     assert recycle(store.root, manifest.checkpoint_id, manifest.save_id)
@@ -79,13 +81,13 @@ def pooled(store: LocalStore) -> Path:
 
 
 def opened(store: LocalStore) -> Path:
-    """Opens a save; where its shard will lie."""
+    """Opens a save. Returns the path of its shard."""
     store.begin(Intent(SAVE, "step-9", "session", overwrite=False))
     return store.path_of_staged(SAVE, shard(0))
 
 
 def write(store: LocalStore, data: bytes, direct_io: str = "off") -> Path:
-    """Writes a shard of a new save as a rank does; returns where it lies."""
+    """Writes a shard of a new save as a rank does. Returns its path."""
     path = opened(store)
     sink = FileSink.create(path, direct_io, RecycledFiles(store.root))
     tee = Tee([sink], Buffers(2, 2 * PAGE_BYTES), copies=sink.is_direct)
@@ -99,7 +101,7 @@ def write(store: LocalStore, data: bytes, direct_io: str = "off") -> Path:
 
 @contextlib.contextmanager
 def counting_uses() -> Iterator[list[str]]:
-    """A list with an entry for each recycled file that is taken. Inode numbers do not tell: new files get them again."""
+    """A list with an entry for each recycled file that is taken. New files can have the same inode numbers."""
     taken: list[str] = []
     with failpoints.arm("store.recycled", taken.append):
         yield taken
@@ -122,7 +124,7 @@ def receive(path: Path, data: bytes, pool_of: RecycledFiles, *, durable: bool = 
 def test_a_shard_is_written_over_the_old_file_and_has_its_own_size(
     size_bytes: int, direct_io: str, store: LocalStore
 ) -> None:
-    """Smaller, larger or as large: the same file, the new bytes, and nothing of the old ones behind them."""
+    """A smaller, equal or larger shard takes the old file, and has no old bytes behind its own."""
     with counting_uses() as uses:
         path = write(store, os.urandom(size_bytes), direct_io)
     assert len(uses) == 1
@@ -132,7 +134,7 @@ def test_a_shard_is_written_over_the_old_file_and_has_its_own_size(
 
 @pytest.mark.parametrize("size_bytes", [1, OLD_BYTES, 9 * PAGE_BYTES])
 def test_a_received_copy_is_written_over_the_old_file(size_bytes: int, store: LocalStore) -> None:
-    """It is checked against its own footer, wherever the old one lay."""
+    """A received copy takes the old file, and is verified against its own footer."""
     path = opened(store)
     with counting_uses() as uses:
         receive(path, os.urandom(size_bytes), RecycledFiles(store.root))
@@ -140,7 +142,9 @@ def test_a_received_copy_is_written_over_the_old_file(size_bytes: int, store: Lo
 
 
 def test_a_copy_that_is_not_made_durable_gets_a_new_file(store: LocalStore) -> None:
-    """With ack="peer-memory" a power loss could leave the old bytes, whole, under the new name. It takes their room."""
+    """With ack="peer-memory" a power loss could leave intact old bytes under the new name: the copy gets a new file,
+    and the pool is freed.
+    """
     service, data = NodeService(store), os.urandom(OLD_BYTES)
     path, headers = opened(store), Message()
     headers["Content-Length"] = str(len(whole(data)))
@@ -151,10 +155,10 @@ def test_a_copy_that_is_not_made_durable_gets_a_new_file(store: LocalStore) -> N
 
 
 def test_a_copy_that_is_fetched_is_written_over_the_old_file(store: LocalStore) -> None:
-    """As those that follow ack="local", or make up for a lost node: the pool's file does not wait for another save."""
+    """A copy that replaces a lost or damaged one takes the recycled file, too."""
     manifest = checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2", size_bytes=OLD_BYTES)
     path, service = store.root / "step-2" / shard(0), NodeService(store)
-    with path.open("r+b") as file:  # its footer: a copy is made of the data, which are intact
+    with path.open("r+b") as file:  # damages the footer only: the copy is made from the intact data
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     mender, own = Mender(service, Pace(1e15, threading.Event())), service.node_id
@@ -169,7 +173,9 @@ def test_a_copy_that_is_fetched_is_written_over_the_old_file(store: LocalStore) 
 
 
 def test_the_third_checkpoint_is_written_over_the_first(tmp_path: Path) -> None:
-    """k + 1 generations are ever allocated: each save takes the files of the one that went last."""
+    """With `keep_last=1`, two generations of files are allocated: from the third on, each save takes the files of the
+    one retired last.
+    """
     store = LocalStore(tmp_path / "node")
     before, counts = None, []
     for number in range(1, 6):
@@ -186,7 +192,7 @@ def test_the_third_checkpoint_is_written_over_the_first(tmp_path: Path) -> None:
 
 
 def test_the_pool_holds_one_checkpoint(tmp_path: Path) -> None:
-    """Retired twice before the next save, or by other ranks: what was there before goes."""
+    """A second removal, also of other ranks' shards, replaces the files in the pool."""
     store = recycled_in(LocalStore(tmp_path / "node"), 0, 1)
     first = pooled(store).stat().st_ino
     recycled_in(store, 0, 2, number=2)
@@ -195,8 +201,8 @@ def test_the_pool_holds_one_checkpoint(tmp_path: Path) -> None:
     assert not (store.root / "step-2").exists()
 
 
-def test_what_waits_is_no_checkpoint(store: LocalStore) -> None:
-    """It is in no listing, and is not removed when the agent starts; a removal by hand frees its room."""
+def test_files_in_the_pool_are_no_checkpoint(store: LocalStore) -> None:
+    """Files in the pool are in no listing, and survive an agent's start. A removal by hand frees them."""
     assert [list(store.catalog.committed()), list(store.catalog.without_manifest()), findings(store)] == [[], [], []]
     NodeService(store).recover()
     store.tidy(is_alone=True)
@@ -222,7 +228,7 @@ def is_linked_before(store: LocalStore, elsewhere: Path) -> None:
 def test_a_file_that_is_linked_elsewhere_is_not_used(
     make: Callable[[LocalStore, Path], None], store: LocalStore, tmp_path: Path
 ) -> None:
-    """A second name of a shard, of a backup say, keeps its bytes."""
+    """A shard with a second hard link, as in a backup, is not written over."""
     elsewhere = tmp_path / "backup"
     make(store, elsewhere)
     before = elsewhere.read_bytes()
@@ -233,7 +239,7 @@ def test_a_file_that_is_linked_elsewhere_is_not_used(
 
 @pytest.mark.parametrize("how", ["read", "mmap", "other process"])
 def test_a_file_that_is_read_never_changes(how: str, tmp_path: Path) -> None:
-    """Of a reader that opened it while the checkpoint was there, here or in another process; without it, it is used."""
+    """A file that a reader in this or another process has open is not written over."""
     store = LocalStore(tmp_path / "node")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=OLD_BYTES)
     old = store.root / "step-1" / shard(0)
@@ -248,7 +254,7 @@ def test_a_file_that_is_read_never_changes(how: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[Path]:
-    """A directory on overlayfs, as a container has it in place of a volume."""
+    """A directory on overlayfs, as in a container without a volume."""
     disk, place = tmp_path / "layers", tmp_path / "container"
     for path in (disk, place):
         path.mkdir(mode=0o700)
@@ -270,7 +276,7 @@ def container(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("place", ["disk", "container"])
 def test_a_file_that_is_only_mapped_never_changes(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Of a reader that has closed its descriptor, as torch has of a tensor from a file."""
+    """A mapped file without an open descriptor, as after torch.from_file, is not written over."""
     root = tmp_path if place == "disk" else request.getfixturevalue("container")
     store = LocalStore(root / "node")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=OLD_BYTES)
@@ -282,7 +288,7 @@ def test_a_file_that_is_only_mapped_never_changes(place: str, tmp_path: Path, re
     assert bytes(mapped.numpy()) == before
 
 
-READ_WHEN_TOLD = """
+READ_ON_INPUT = """
 import sys
 with open(sys.argv[1], "rb", 0) as file:
     print(1, flush=True)
@@ -292,14 +298,14 @@ with open(sys.argv[1], "rb", 0) as file:
 
 
 class reading:  # noqa: N801 - a context manager
-    """Holds a file open; gives a function that reads it."""
+    """Opens a file, and returns a function that reads it."""
 
     def __init__(self, how: str, path: Path) -> None:
         self._how, self._path = how, path
 
     def __enter__(self) -> Callable[[], bytes]:
         if self._how == "other process":
-            command = [sys.executable, "-c", READ_WHEN_TOLD, str(self._path)]
+            command = [sys.executable, "-c", READ_ON_INPUT, str(self._path)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._process.stdout is not None
             assert self._process.stdout.readline() == b"1\n"
@@ -348,8 +354,10 @@ def is_another_users(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [is_a_link, is_a_directory, is_a_pipe, is_lost, is_another_users])
-def test_what_is_no_file_of_ours_is_not_used(make: Callable[[Path], None], store: LocalStore) -> None:
-    """The save makes a new file instead; what a link leads to keeps its bytes."""
+def test_a_pool_entry_that_is_no_own_file_is_not_used(make: Callable[[Path], None], store: LocalStore) -> None:
+    """With a link, a directory, a pipe, another user's file or no file in the pool, the save makes a new file. A link's
+    target keeps its bytes.
+    """
     make(pooled(store))
     target = pooled(store).with_name("target")
     before = target.read_bytes() if target.exists() else b""
@@ -361,7 +369,7 @@ def test_what_is_no_file_of_ours_is_not_used(make: Callable[[Path], None], store
 
 
 def test_a_file_system_without_leases_gets_new_files(store: LocalStore) -> None:
-    """Where the kernel cannot say who has a file open, none is written over."""
+    """If the kernel cannot tell who has a file open, no file is written over."""
     refused = mock.patch(
         "replicated_ckpt.stores.local.versions.recycled.fcntl.fcntl", side_effect=OSError(errno.EINVAL, "none")
     )
@@ -370,8 +378,8 @@ def test_a_file_system_without_leases_gets_new_files(store: LocalStore) -> None:
     assert uses == []
 
 
-def test_the_room_of_the_pool_is_free(store: LocalStore) -> None:
-    """What is said to be free has the recycled files in it."""
+def test_the_free_space_includes_the_pool(store: LocalStore) -> None:
+    """The reported free space includes the recycled files."""
     with mock.patch("os.statvfs", return_value=os.statvfs(store.root)):
         taken = measure_room(store.root).free_bytes
         size = RecycledFiles(store.root).drop()
@@ -379,8 +387,8 @@ def test_the_room_of_the_pool_is_free(store: LocalStore) -> None:
         assert measure_room(store.root).free_bytes == taken - size
 
 
-def test_who_may_only_read_a_store_is_told_of_its_room() -> None:
-    """`ls` and `status` of another user, who may list the root and not the pool, work as without one."""
+def test_a_user_who_may_only_read_a_store_can_measure_its_space() -> None:
+    """Another user, who can list the root but not the pool, can measure its space, as `ls` and `status` do."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
@@ -404,7 +412,7 @@ def small_disk(tmp_path: Path) -> Iterator[LocalStore]:
 
 @pytest.mark.parametrize("direct_io", ["on", "off"])
 def test_the_pool_makes_room_on_a_full_disk(direct_io: str, small_disk: LocalStore) -> None:
-    """A shard that needs the room of another one's recycled file gets it; StoreFull is said only when none is left."""
+    """On a full disk a shard frees other recycled files. StoreFull is raised only when none is left."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
     write(small_disk, os.urandom(6 << 20), direct_io)
     assert pool(small_disk) == set()
@@ -414,7 +422,7 @@ def test_the_pool_makes_room_on_a_full_disk(direct_io: str, small_disk: LocalSto
 
 
 def test_a_save_opens_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> None:
-    """Its intent and its small files get their room, too."""
+    """Opening a save on a full disk frees the pool for its intent and small files."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
     fill(small_disk)
     opened(small_disk)
@@ -422,14 +430,14 @@ def test_a_save_opens_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> N
 
 
 def note_places(store: LocalStore) -> None:
-    """As many as fill the page in which the intent ends."""
+    """Notes places in the intent until they need a new page."""
     for _ in range(2 * os.sysconf("SC_PAGESIZE") // 50):
         store.note_place(SAVE, "a" * 16, 7)
     assert store.read_places()[SAVE].sequence == 7
 
 
 def note_written(store: LocalStore) -> None:
-    """As the agent does of a shard that it was handed and has written."""
+    """Records a submitted shard as written, as the agent does."""
     path = store.path_of_staged(SAVE, shard(0))
     path.write_bytes(b"x")
     Submissions(store)._note(SAVE, WrittenCopies(path.name, 1, 0, (store.node_id(),)))
@@ -440,7 +448,7 @@ def note_written(store: LocalStore) -> None:
 def test_notes_of_an_open_save_get_room_from_the_pool(
     note: Callable[[LocalStore], None], small_disk: LocalStore
 ) -> None:
-    """What fills the disk right then, as another job may, fails no save that has the pool's room."""
+    """The disk fills while a save is open: its notes and records free the pool."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
     opened(small_disk)
     fill(small_disk, but=1 if note is note_written else 0)
@@ -449,7 +457,7 @@ def test_notes_of_an_open_save_get_room_from_the_pool(
 
 
 def fill(store: LocalStore, but: int = 0) -> None:
-    """Takes all that is free on the disk but so many pages."""
+    """Fills the disk except for `but` pages."""
     filler = store.root / "filler"
     with contextlib.suppress(OSError):
         filler.write_bytes(bytes(8 << 20))
@@ -457,8 +465,8 @@ def fill(store: LocalStore, but: int = 0) -> None:
     assert os.statvfs(store.root).f_bavail == but
 
 
-class PoolThatAsks(RecycledFiles):
-    """Says that it is asked for room before it makes some."""
+class SignallingPool(RecycledFiles):
+    """A pool that sets `is_asked` before it frees space."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -470,12 +478,14 @@ class PoolThatAsks(RecycledFiles):
 
 
 def test_ranks_that_meet_a_full_disk_at_once_all_get_room(small_disk: LocalStore) -> None:
-    """A rank that finds the pool empty since another one empties it waits for the room, and is not told StoreFull."""
+    """A rank that finds the pool empty while another rank frees it waits for the space, and does not raise StoreFull."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
-    path, asked = opened(small_disk), PoolThatAsks(small_disk.root)
+    path, asked = opened(small_disk), SignallingPool(small_disk.root)
     sink = FileSink.create(path, "off", asked)
     with ThreadPoolExecutor(1) as threads:
-        with exclusive(small_disk.root / RECYCLED_DIR):  # the other rank: the name is gone, the room not yet free
+        with exclusive(
+            small_disk.root / RECYCLED_DIR
+        ):  # the other rank removed the name, but the space is not yet free
             gone = (small_disk.root / RECYCLED_DIR / "__1_0.recycled").rename(small_disk.root / "gone")
             written = threads.submit(sink.write, memoryview(bytes(6 << 20)))
             assert asked.is_asked.wait(60)
@@ -487,7 +497,7 @@ def test_ranks_that_meet_a_full_disk_at_once_all_get_room(small_disk: LocalStore
 
 
 def test_recycled_files_that_cannot_be_removed_stop_no_round(store: LocalStore) -> None:
-    """Copies are made up, and checkpoints retired, on a node whose pool another user has taken, say."""
+    """If the pool cannot be removed, as when another user owns it, the collector's round goes on."""
     denied = mock.patch.object(RecycledFiles, "drop", side_effect=PermissionError(errno.EACCES, "denied"))
     with denied as drop:
         assert Collector(NodeService(store), threading.Event()).retire({}, (), (), in_doubt=False) == (
@@ -498,7 +508,7 @@ def test_recycled_files_that_cannot_be_removed_stop_no_round(store: LocalStore) 
 
 
 def test_an_agent_starts_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> None:
-    """Else no rank could save there until somebody removes files: it has its address to write, among others."""
+    """An agent that starts on a full disk frees the pool for its own files."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
     fill(small_disk)
     with running_agent(small_disk.root) as agent:
@@ -507,7 +517,9 @@ def test_an_agent_starts_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -
 
 @pytest.mark.parametrize("point", ["store.recycled", "store.shard-fsynced", "store.shard-named"])
 def test_a_save_that_is_killed_over_a_recycled_file_leaves_nothing(point: str, store: LocalStore) -> None:
-    """Nothing of the old or the new bytes counts, and the next save, with a new file, does."""
+    """A save is killed while it writes over a recycled file: neither old nor new bytes count, and the next save
+    succeeds.
+    """
     killed_at(point, lambda: write(store, bytes(OLD_BYTES)))
     assert pool(store) == set()
     store.abort(SAVE)
@@ -517,7 +529,9 @@ def test_a_save_that_is_killed_over_a_recycled_file_leaves_nothing(point: str, s
 
 
 def test_a_removal_that_is_killed_is_completed_and_its_files_are_used(store: LocalStore) -> None:
-    """The checkpoint is gone whole, the next start removes what is left of it, and the files wait in the pool."""
+    """A removal is killed: the checkpoint is no longer listed, the next start completes the removal, and the next save
+    uses the files.
+    """
     checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2", size_bytes=OLD_BYTES)
     killed_at("retire.recycled", lambda: recycle(store.root, "step-2", f"{2:032x}"))
     assert store.catalog.look("step-2").gone == (f"{2:032x}",)
@@ -531,7 +545,7 @@ def test_a_removal_that_is_killed_is_completed_and_its_files_are_used(store: Loc
 
 
 def test_another_process_that_writes_the_shard_anew_ends_the_first(store: LocalStore) -> None:
-    """Of two that write one shard the later one's file is published, whichever of them has the recycled one."""
+    """Two processes write one shard: the later one's file is published, whichever has the recycled file."""
     path = opened(store)
     first = FileSink.create(path, "off", RecycledFiles(store.root))
     first.write(memoryview(b"first"))
@@ -543,5 +557,5 @@ def test_another_process_that_writes_the_shard_anew_ends_the_first(store: LocalS
 
 
 def test_failpoints_of_recycling_are_known() -> None:
-    """The two that these tests kill at are in the registry."""
+    """The failpoints of these tests are registered."""
     assert {"store.recycled", "retire.recycled"} <= set(failpoints.POINTS)

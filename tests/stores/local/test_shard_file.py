@@ -1,4 +1,4 @@
-"""A shard as a file: given up on a disk that refuses everything; and how its footer is read."""
+"""A shard as a file: aborting it on a failing disk, and reading its footer."""
 
 import errno
 import os
@@ -19,7 +19,9 @@ from tests.harness.processes import open_below
 def test_a_part_that_the_disk_does_not_remove_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the shard was aborted for is raised, with its type; the file that stays is named in the log, and closed."""
+    """If the partial file cannot be removed, the original error is raised, and the log names the file. Its descriptor
+    is closed.
+    """
 
     def refuse(path: Path, *, missing_ok: bool = False) -> None:
         del missing_ok
@@ -36,8 +38,8 @@ def test_a_part_that_the_disk_does_not_remove_hides_no_error(
 @pytest.mark.parametrize(
     "data_bytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 4097 * BLOCK_BYTES, 10**12 + 7]
 )
-def test_the_size_of_a_file_says_how_long_its_footer_is(data_bytes: int) -> None:
-    """From the size of a shard file alone follows how many bytes of footer are to be read."""
+def test_the_length_of_a_footer_follows_from_the_size_of_its_file(data_bytes: int) -> None:
+    """The length of a footer follows from the size of the shard file."""
     assert data_bytes + usual_footer_bytes(size_with_footer(data_bytes)) == size_with_footer(data_bytes)
 
 
@@ -50,10 +52,10 @@ def test_the_size_of_a_file_says_how_long_its_footer_is(data_bytes: int) -> None
         (1 << 20, verified.FIRST_FOOTER_BYTES, 2),
     ],
 )
-def test_a_footer_is_read_in_one_go(
+def test_a_footer_is_read_in_one_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, at_once: int, reads: int
 ) -> None:
-    """Each read is a question to a peer or a bucket. Where there are more blocks than as a rule, or fewer, it takes two."""
+    """Opening reads an ordinary footer in one request, and a longer one, or one of another block size, in two."""
     monkeypatch.setattr(verified, "FIRST_FOOTER_BYTES", at_once)
     data = make_data(2 * BLOCK_BYTES + 5)
     table = table_of([data], block_bytes)

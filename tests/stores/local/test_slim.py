@@ -1,4 +1,6 @@
-"""Slimming on one node: the weights stay whole, the optimizer goes, and a crash at any step leaves one or the other."""
+"""Slimming on one node removes the optimizer and keeps the weights intact. A crash leaves the full or the slim
+checkpoint.
+"""
 
 import os
 from pathlib import Path
@@ -36,7 +38,7 @@ def names(store: LocalStore, checkpoint_id: str = "step-1") -> set[str]:
 
 
 def check_slim(store: LocalStore, full: Manifest) -> None:
-    """Nothing but the weights is left, whole, for this package and for stock torch."""
+    """Only the weights are left, intact, for this package and for stock torch."""
     place = store.root / full.checkpoint_id
     assert names(store) == {".manifest.json", ".metadata", shard(0), shard(1)}
     assert (place / ".manifest.json").read_bytes() == full.slimmed().encode()
@@ -45,7 +47,7 @@ def check_slim(store: LocalStore, full: Manifest) -> None:
 
 
 def check_whole(store: LocalStore) -> None:
-    """Every file that the manifest names is intact, and readers get the metadata that it means."""
+    """Every file in the manifest is intact, and readers get the metadata of that manifest."""
     assert findings(store) == []
     (holding,) = store.catalog.holdings("node")
     manifest = store.catalog.manifest("step-1")
@@ -59,8 +61,8 @@ def check_whole(store: LocalStore) -> None:
         assert file.read() == raw
 
 
-def test_the_optimizer_goes(store: LocalStore) -> None:
-    """The files of the weights, a smaller metadata and manifest are left; the room is free again."""
+def test_slimming_removes_the_optimizer(store: LocalStore) -> None:
+    """Slimming leaves the weights, a smaller metadata and a manifest. A second call changes nothing."""
     full = checkpointed([store], 1, WHOLE)
     assert slim(store.root, "step-1", full.save_id)
     check_slim(store, full)
@@ -68,8 +70,8 @@ def test_the_optimizer_goes(store: LocalStore) -> None:
     check_slim(store, full)
 
 
-def test_the_next_save_writes_over_its_files(store: LocalStore) -> None:
-    """The pool has the optimizer's files of one checkpoint, and the weights of another that was removed."""
+def test_the_optimizers_files_are_recycled(store: LocalStore) -> None:
+    """The pool can have the optimizer files of one checkpoint and the weights of another."""
     older = checkpointed([store], 1, {shard(0): [0]}, checkpoint_id="step-0")
     full = checkpointed([store], 2, WHOLE)
     (store.root / ".recycled").mkdir(exist_ok=True)
@@ -85,7 +87,7 @@ def test_the_next_save_writes_over_its_files(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_crash_leaves_one_or_the_other(store: LocalStore, point: str) -> None:
-    """Whole before the next start, and slim once it has come to it: by itself after the rename, else by the policy."""
+    """After a crash the checkpoint is consistent, also after the next start. Slimming again completes it."""
     full = checkpointed([store], 1, WHOLE)
     with failpoints.arm(point, crash), pytest.raises(failpoints.FailpointReached):
         slim(store.root, "step-1", full.save_id)
@@ -97,8 +99,10 @@ def test_a_crash_leaves_one_or_the_other(store: LocalStore, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_save_over_it_after_a_crash(store: LocalStore, point: str) -> None:
-    """The replaced version keeps the metadata of its manifest, and its name back is whole."""
+def test_an_overwrite_after_a_crash(store: LocalStore, point: str) -> None:
+    """An overwrite follows a crashed slimming: the replaced version keeps the metadata of its manifest, and can be
+    dropped.
+    """
     full = checkpointed([store], 1, WHOLE)
     with failpoints.arm(point, crash), pytest.raises(failpoints.FailpointReached):
         slim(store.root, "step-1", full.save_id)
@@ -119,7 +123,7 @@ def test_a_save_over_it_after_a_crash(store: LocalStore, point: str) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_removal_after_a_crash(store: LocalStore, point: str) -> None:
-    """Nothing of it is left."""
+    """A removal after a crashed slimming leaves no file."""
     full = checkpointed([store], 1, WHOLE)
     with failpoints.arm(point, crash), pytest.raises(failpoints.FailpointReached):
         slim(store.root, "step-1", full.save_id)
@@ -127,8 +131,8 @@ def test_a_removal_after_a_crash(store: LocalStore, point: str) -> None:
     assert not (store.root / "step-1").exists()
 
 
-def test_what_is_read_stays(store: LocalStore) -> None:
-    """A version that a load reads keeps its optimizer."""
+def test_a_locked_version_keeps_its_optimizer(store: LocalStore) -> None:
+    """A version that a load has locked keeps its optimizer."""
     full = checkpointed([store], 1, WHOLE)
     lock = lock_version(store.catalog, "step-1", full.save_id)
     assert lock is not None
@@ -139,8 +143,8 @@ def test_what_is_read_stays(store: LocalStore) -> None:
     check_slim(store, full)
 
 
-def test_what_cannot_be_slimmed_stays(store: LocalStore) -> None:
-    """No optimizer, another save, a renamed directory, a damaged metadata: nothing changes."""
+def test_a_checkpoint_that_cannot_be_slimmed_stays(store: LocalStore) -> None:
+    """Without an optimizer, with another save id, in a renamed directory or with damaged metadata, no file changes."""
     plain = checkpointed([store], 1, {shard(0): [0]}, checkpoint_id="step-0")
     assert not slim(store.root, "step-0", plain.save_id)
     full = checkpointed([store], 2, WHOLE)
@@ -155,8 +159,10 @@ def test_what_cannot_be_slimmed_stays(store: LocalStore) -> None:
     assert names(store) == {".manifest.json", ".metadata", *full.shards}
 
 
-def test_a_damaged_version_beside_it(store: LocalStore) -> None:
-    """The optimizer's files stay while another manifest in the directory cannot be read, which may name them."""
+def test_an_unreadable_manifest_keeps_the_optimizers_files(store: LocalStore) -> None:
+    """While another manifest in the directory cannot be read, the optimizer's files stay, because that manifest may
+    name them.
+    """
     full = checkpointed([store], 1, WHOLE)
     bad = store.root / "step-1" / f".replaced.{'9' * 32}.json"
     bad.write_text("{}")

@@ -1,4 +1,4 @@
-"""A shard that stock torch wrote, read item by item: nothing of an item is given out that its own CRC32 contradicts."""
+"""A shard that stock torch wrote, read by items: an item whose CRC32 does not match is refused."""
 
 import io
 import os
@@ -39,7 +39,7 @@ RANGES = [ByteRange(sum(map(len, ITEMS[:index])), len(item)) for index, item in 
 WHOLE = b"".join(ITEMS)
 IN_TENSOR = RANGES[1].offset + ITEMS[1].index(TENSOR.numpy().tobytes())
 OURS = WHOLE + table_of([WHOLE]).encode()
-"""The same with a footer of ours, as a shard has whose manifest was lost."""
+"""The same with a footer of this package, like a shard whose manifest was lost."""
 Opened = Callable[..., UnmanagedFileShard]
 
 
@@ -61,7 +61,7 @@ def damaged(position: int, whole: bytes = WHOLE) -> bytes:
 
 
 def test_any_range_of_an_intact_shard_is_read(opened: Opened) -> None:
-    """Whole items, several at once, parts of one, nothing: the bytes as they lie there."""
+    """Whole items, several items, parts of an item and empty ranges are read."""
     shard = opened(WHOLE)
     spans = [
         (0, len(WHOLE)),
@@ -78,8 +78,8 @@ def test_any_range_of_an_intact_shard_is_read(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("span", [(RANGES[1].offset, RANGES[1].length), (0, len(WHOLE)), (IN_TENSOR + 100_000, 16)])
-def test_a_flipped_bit_is_found_before_a_byte_is_given_out(opened: Opened, span: tuple[int, int]) -> None:
-    """Also where only another part of the item is asked for, and every time; the other items are still read."""
+def test_a_flipped_bit_is_found_before_a_byte_is_returned(opened: Opened, span: tuple[int, int]) -> None:
+    """A read of any part of a damaged item raises, every time. Other items are read."""
     shard = opened(damaged(IN_TENSOR + 500_000))
     for _ in range(2):
         with pytest.raises(ObjectCorrupt, match="expected CRC32"):
@@ -88,8 +88,8 @@ def test_a_flipped_bit_is_found_before_a_byte_is_given_out(opened: Opened, span:
     shard.close()
 
 
-def test_what_has_no_crc_is_given_out_as_it_is(opened: Opened) -> None:
-    """Bytes that no container protects, and a container without CRC32, cannot be checked."""
+def test_an_item_without_a_crc_is_returned_unverified(opened: Opened) -> None:
+    """Bytes without a zip container, or in one without CRC32, are returned unverified."""
     for item in RANGES[2:]:
         raw = damaged(item.offset + item.length // 2)
         shard = opened(raw)
@@ -98,18 +98,18 @@ def test_what_has_no_crc_is_given_out_as_it_is(opened: Opened) -> None:
 
 
 def test_a_file_of_another_size_is_not_the_shard(opened: Opened) -> None:
-    """It is not opened, be it longer or shorter."""
+    """A longer or shorter file is refused."""
     for raw in (WHOLE + b"x", WHOLE[:-1], b""):
         with pytest.raises(ObjectMissing, match="expected a file of"):
             opened(raw)
 
 
-# Shards of ours whose manifest is lost ---------------------------------------------------------------------------
+# Shards of this package whose manifest is lost -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("item", RANGES, ids=["small", "tensor", "bytes", "no crc"])
-def test_a_footer_of_ours_tells_what_items_do_not(opened: Opened, tmp_path: Path, item: ByteRange) -> None:
-    """A flipped bit in an item without a checksum of its own is found, by a load and by `verify`."""
+def test_a_footer_of_ours_protects_items_without_checksums(opened: Opened, tmp_path: Path, item: ByteRange) -> None:
+    """The footer of this package detects a flipped bit in an item without a checksum, in a load and in `verify`."""
     for offset, length in [(0, len(WHOLE)), (RANGES[2].offset, 3), (7, 0)]:
         shard = opened(OURS, len(OURS))
         assert shard.read(offset, length) == WHOLE[offset : offset + length]
@@ -126,7 +126,7 @@ def test_a_footer_of_ours_tells_what_items_do_not(opened: Opened, tmp_path: Path
 
 @pytest.mark.parametrize("from_end", [1, 10, 14, 20, 24, 30])
 def test_a_damaged_footer_leaves_items_with_checksums(opened: Opened, tmp_path: Path, from_end: int) -> None:
-    """What has none could be anything: it is refused, where stock torch's is given out as it is."""
+    """With a damaged footer, items with a CRC32 are read, and items without one are refused."""
     shard = opened(damaged(len(OURS) - from_end, OURS), len(OURS))
     assert shard.read(RANGES[1].offset, RANGES[1].length) == ITEMS[1]
     for item in RANGES[2:]:
@@ -137,7 +137,9 @@ def test_a_damaged_footer_leaves_items_with_checksums(opened: Opened, tmp_path: 
 
 
 def test_the_empty_shard_of_a_rank_that_had_nothing_to_save_is_no_problem(opened: Opened, tmp_path: Path) -> None:
-    """Stock torch leaves one, and `.metadata` does not name it. Any other file that it does not name is pointed out."""
+    """`verify` accepts an empty shard that `.metadata` does not name, as stock torch writes for a rank without data. It
+    reports other unnamed files.
+    """
     opened(WHOLE).close()
     (tmp_path / "step-1" / "__1_0.distcp").touch()
     assert problems(tmp_path) == []
@@ -145,8 +147,8 @@ def test_the_empty_shard_of_a_rank_that_had_nothing_to_save_is_no_problem(opened
     assert problems(tmp_path) == [("no such file", "one")]
 
 
-def test_a_shard_that_has_gone_hides_no_other(opened: Opened, tmp_path: Path) -> None:
-    """What was listed and cannot be opened, as its job removes it at that moment, leaves the others to be read."""
+def test_a_removed_shard_hides_no_other(opened: Opened, tmp_path: Path) -> None:
+    """A listed shard that cannot be opened, as during a removal, does not stop the inspection of others."""
     opened(damaged(IN_TENSOR)).close()
     gone = NAME.replace("0_0", "0_1")
     (tmp_path / "step-1" / NAME).rename(tmp_path / "step-1" / gone.replace("_1", "_2"))

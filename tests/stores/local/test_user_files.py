@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's directory and is not ours is never moved, linked or touched, whatever is killed when."""
+"""User files in a checkpoint's directory are never moved, linked or changed, whichever step is killed."""
 
 import os
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def put_others(directory: Path) -> Mapping[str, tuple[object, ...]]:
-    """A tokenizer, a configuration and a link, as a user puts them beside a checkpoint's files."""
+def put_user_files(directory: Path) -> Mapping[str, tuple[object, ...]]:
+    """Puts user files beside a checkpoint's: a tokenizer, a configuration and a link. Returns `user_files`."""
     (directory / "tokenizer" / "more").mkdir(parents=True)
     (directory / "tokenizer" / "more" / "vocab.txt").write_text("words")
     (directory / "config.json").write_text("{}")
     (directory / "README").symlink_to("config.json")
-    return others(directory)
+    return user_files(directory)
 
 
-def others(directory: Path) -> Mapping[str, tuple[object, ...]]:
-    """What lies there and is not ours, by its path there: its file, its names, and when either was changed last."""
+def user_files(directory: Path) -> Mapping[str, tuple[object, ...]]:
+    """Inode, link count and change times of each user file, by relative path."""
     found = {path.relative_to(directory).as_posix(): path.lstat() for path in directory.rglob("*")}
     return {
         name: (status.st_ino, status.st_nlink, status.st_mtime_ns, status.st_ctime_ns)
@@ -53,8 +53,8 @@ def overwritten(store: LocalStore, number: int, data: bytes) -> str:
     return staged(store, number, data, overwrite=True)
 
 
-def started(store: LocalStore) -> LocalStore:
-    """The store after the next start of its agent, and the settling of what was left."""
+def restarted(store: LocalStore) -> LocalStore:
+    """The store after a restart of its agent, with stale saves settled."""
     service = NodeService(store)
     service.recover()
     store.tidy(is_alone=True)
@@ -64,73 +64,73 @@ def started(store: LocalStore) -> LocalStore:
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_directory_that_is_there_is_saved_into(store: LocalStore, is_empty: bool) -> None:
-    """An empty directory, or one with others' files, is no checkpoint: without `overwrite` it becomes one, with them."""
+def test_a_save_into_an_existing_directory_keeps_its_files(store: LocalStore, is_empty: bool) -> None:
+    """A save without `overwrite` into an existing directory without a checkpoint succeeds, and keeps its user files."""
     folder = store.root / "step-1"
     folder.mkdir()
-    before = {} if is_empty else put_others(folder)
+    before = {} if is_empty else put_user_files(folder)
     store.commit(staged(store, 1, b"data"))
     assert content(store) == b"data"
-    assert others(folder) == before
+    assert user_files(folder) == before
 
 
-def test_an_overwrite_keeps_what_is_not_ours(store: LocalStore) -> None:
-    """Twice over: also a file that the user has changed or added in between; and none comes back that the user removed."""
+def test_an_overwrite_keeps_user_files(store: LocalStore) -> None:
+    """Two overwrites keep user files, also those changed or added in between, and restore none that the user removed."""
     store.commit(staged(store, 1, b"old"))
     folder = store.root / "step-1"
-    put_others(folder)
+    put_user_files(folder)
     store.commit(overwritten(store, 2, b"new"))
     (folder / "config.json").write_text("changed")
     (folder / "added").write_text("later")
     (folder / "tokenizer" / "more" / "vocab.txt").unlink()
-    before = others(folder)
+    before = user_files(folder)
     store.commit(overwritten(store, 3, b"newest"))
     assert content(store) == b"newest"
-    assert others(folder) == before
+    assert user_files(folder) == before
     assert not (store.root / ".quarantine").exists()
 
 
 @pytest.mark.parametrize("is_checkpoint", [True, False])
 @pytest.mark.parametrize("point", COMMITTING)
-def test_an_overwrite_that_is_killed_keeps_what_is_not_ours(store: LocalStore, point: str, is_checkpoint: bool) -> None:
-    """Killed at any step, after the next start all of it lies beside the new version's files, untouched."""
+def test_an_overwrite_that_is_killed_keeps_user_files(store: LocalStore, point: str, is_checkpoint: bool) -> None:
+    """An overwrite is killed at any step and the agent restarts: the user files are untouched beside the new version's."""
     folder = store.root / "step-1"
     folder.mkdir()
-    before = put_others(folder)
+    before = put_user_files(folder)
     if is_checkpoint:
         store.commit(staged(store, 1, b"old"))
     name = overwritten(store, 2, b"new")
     killed_at(point, lambda: store.commit(name))
-    started(store)
+    restarted(store)
     assert content(store) == b"new"
-    assert others(folder) == before
+    assert user_files(folder) == before
     ours = {path.name for path in folder.iterdir()} - before.keys()
     assert ours == {*store.catalog.look("step-1").shards, ".metadata", ".manifest.json"}
     assert len(store.catalog.look("step-1").shards) == 1
 
 
 @pytest.mark.parametrize("point", [None, "retire.gone", "retire.recycled"])
-def test_retention_leaves_what_is_not_ours(store: LocalStore, point: str | None) -> None:
-    """A checkpoint that is retired leaves its directory with others' files, killed or not, and its name is free again."""
+def test_retention_keeps_user_files(store: LocalStore, point: str | None) -> None:
+    """Retention, killed or not, leaves the user files, and the id can be saved again."""
     name = staged(store, 1, b"old")
     store.commit(name)
     folder = store.root / "step-1"
-    before = put_others(folder)
+    before = put_user_files(folder)
     if point is not None:
         killed_at(point, lambda: retire(store.root, "step-1", name))
         assert list(store.catalog.committed()) == []
     else:
         assert retire(store.root, "step-1", name)
-    started(store)
-    assert others(folder) == before
+    restarted(store)
+    assert user_files(folder) == before
     assert {path.name for path in folder.iterdir()} == {"tokenizer", "config.json", "README"}
     assert list(store.catalog.committed()) == []
     store.commit(staged(store, 2, b"again"))
-    assert (content(store), others(folder)) == (b"again", before)
+    assert (content(store), user_files(folder)) == (b"again", before)
 
 
 def test_retention_leaves_no_empty_directory(store: LocalStore) -> None:
-    """Where nothing of others lies, the directory goes."""
+    """Without user files, retention removes the directory."""
     name = staged(store, 1, b"old")
     store.commit(name)
     assert retire(store.root, "step-1", name)
@@ -138,7 +138,7 @@ def test_retention_leaves_no_empty_directory(store: LocalStore) -> None:
 
 
 def test_a_checkpoint_may_lie_in_the_directory_of_another(store: LocalStore) -> None:
-    """Each is overwritten and retired for itself, in either order."""
+    """Nested checkpoints are overwritten and retired independently."""
     ids = ("step-1", "step-1/ema", "step-1/ema/best")
     names = {name: staged(store, at, name.encode(), checkpoint_id=name) for at, name in enumerate(ids, 1)}
     for name in (ids[1], ids[0], ids[2]):
@@ -153,8 +153,8 @@ def test_a_checkpoint_may_lie_in_the_directory_of_another(store: LocalStore) -> 
     assert content(store, "step-1/ema") == b"step-1/ema"
 
 
-def test_a_part_that_may_not_be_read_is_in_no_way(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount, or a directory of another user, in a checkpoint's directory stays where it is; nothing looks into it."""
+def test_a_directory_without_access_does_not_stop_a_save(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subdirectory without access, such as a mount, does not stop a save."""
     closed = store.root / "step-1" / "data"
     closed.mkdir(parents=True)
     real = os.access
@@ -166,8 +166,8 @@ def test_a_part_that_may_not_be_read_is_in_no_way(store: LocalStore, monkeypatch
     assert content(store) == b"data"
 
 
-def test_a_directory_that_may_not_be_written_is_told(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save stays staged, decided, and the error names the place."""
+def test_a_directory_that_may_not_be_written_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the directory cannot be written, the commit raises, and the decided save stays staged for a retry."""
     store.commit(staged(store, 1, b"old"))
     name = overwritten(store, 2, b"new")
     rename = Path.rename
@@ -187,7 +187,7 @@ def test_a_directory_that_may_not_be_written_is_told(store: LocalStore, monkeypa
 
 
 def test_a_file_in_the_way_is_refused(store: LocalStore) -> None:
-    """A plain file, or a link to a directory, is no place for a checkpoint, and stays."""
+    """A plain file or a link in place of the directory is refused, and stays."""
     (store.root / "step-1").write_text("mine")
     (store.root / "folder").mkdir()
     (store.root / "step-2").symlink_to("folder")
@@ -198,7 +198,7 @@ def test_a_file_in_the_way_is_refused(store: LocalStore) -> None:
 
 
 def test_a_link_to_a_checkpoint_is_not_saved_over(store: LocalStore) -> None:
-    """A save under the link's name would be one over the checkpoint that it leads to."""
+    """A save under the name of a link to a checkpoint is refused."""
     store.commit(staged(store, 1, b"old"))
     (store.root / "best").symlink_to("step-1")
     with pytest.raises(ConfigInvalid, match="best is a symbolic link; it is not replaced"):
@@ -206,14 +206,16 @@ def test_a_link_to_a_checkpoint_is_not_saved_over(store: LocalStore) -> None:
     assert content(store) == b"old"
 
 
-def test_shards_without_a_manifest_are_no_save_s_to_remove(store: LocalStore) -> None:
-    """Their manifest may lie on another node. What is published next to them while a part of it is elsewhere keeps them."""
+def test_an_incomplete_overwrite_keeps_shards_without_a_manifest(store: LocalStore) -> None:
+    """An overwrite keeps shards without a manifest while it is incomplete, because another node may have their
+    manifest.
+    """
     store.commit(staged(store, 1, b"old"))
     for name in (".manifest.json", ".metadata"):
         (store.root / "step-1" / name).unlink()
     old = (store.root / "step-1" / SHARD).read_bytes()
     name = overwritten(store, 2, b"new")
-    (store.staging(name) / NEXT_SHARD).unlink()  # it has no shard here
+    (store.staging(name) / NEXT_SHARD).unlink()  # no shard of the save is on this node
     killed_at("commit.prepared", lambda: store.commit(name))
-    started(store)
+    restarted(store)
     assert (store.root / "step-1" / SHARD).read_bytes() == old

@@ -1,4 +1,4 @@
-"""What other processes do with caches: `python -m tests.stores.node_cache.cache_process WHAT DIRECTORY ...`."""
+"""Other processes that use caches: `python -m tests.stores.node_cache.cache_process WHAT DIRECTORY ...`."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from replicated_ckpt.stores.node_cache.cache import RankCache
 
 
 def keep_making(directory: Path, seconds: float) -> None:
-    """Makes and closes caches; prints how many there were, and how many of them had no name or could not be made."""
+    """Makes and closes caches. Prints their number, and how many had lost their name."""
     until = time.monotonic() + seconds
     made = lost = 0
     while time.monotonic() < until:
@@ -21,7 +21,7 @@ def keep_making(directory: Path, seconds: float) -> None:
 
 
 def hold(directory: Path, pieces: int) -> None:
-    """Makes a cache, puts pieces, prints its name, and lives until it is killed."""
+    """Makes a cache, puts pieces, prints its name, and pulses until it is killed."""
     cache = RankCache.create(directory, 2, 1 << 12)
     cache.reserve(pieces)
     cache.board.pass_pieces(0, 0)

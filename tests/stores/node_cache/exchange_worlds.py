@@ -1,9 +1,9 @@
-"""Small worlds of an exchange: the ranks of one node, a few cells, and every order in which their threads may act.
+"""A model checker of the exchange: the ranks of one node, a few cells, and every order of their threads' steps.
 
-The exchanges and caches are real ones. What drives them is written anew, as plainly as it can be: each rank has the steps
-that a load has (`dcp/load/loading.py`), and `search` takes them in every order, from every state
-once.
-Time is left out: a rank may be given up whenever it is stopped or dead, and never while it runs.
+The exchanges and caches are real. Each simulated rank takes the steps of a load (`dcp/load/loading.py`). `search`
+explores them in every order, and visits each state once.
+
+Time is not modelled: a wait for a rank may be abandoned whenever that rank is stopped or dead, and never while it runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,21 +22,21 @@ SLOT_BYTES = 8
 
 @dataclass(frozen=True)
 class Cell:
-    """Which ranks need it, and which of them fetches it. One that only one rank needs goes through no cache."""
+    """The ranks that need a cell, and the rank that fetches it. A cell of a single rank goes through no cache."""
 
     takers: tuple[int, ...]
     fetcher: int
 
 
 def worlds(ranks: int, cells: int) -> Iterator[tuple[Cell, ...]]:
-    """Every way in which ranks may need cells, and every choice of the one that fetches each."""
+    """Every combination of needs and fetchers for this number of ranks and cells."""
     subsets = [tuple(rank for rank in range(ranks) if bits >> rank & 1) for bits in range(1, 1 << ranks)]
     return product([Cell(takers, fetcher) for takers in subsets for fetcher in takers], repeat=cells)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one thread of one rank does next; of a cell, if it does something with one."""
+    """The next step of a rank or of one of its threads, and its cell if there is one."""
 
     rank: int
     what: str
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank is. Of its threads that fetch ahead: what each one does, and with which cell."""
+    """The state of one rank. `threads` has the step and the cell of each prefetching thread."""
 
     life: str = "runs"
     has_joined: bool = False
@@ -64,7 +64,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class State:
-    """Of the whole world; `deaths`, `stops` and `failures` are what may still go wrong."""
+    """The state of the world. `deaths`, `stops` and `failures` count the faults that may still happen."""
 
     ranks: tuple[RankState, ...]
     deaths: int
@@ -78,7 +78,7 @@ class State:
 
 
 class World:
-    """One world on real caches. Its state can be taken and put back."""
+    """A world on real caches, whose state can be saved and restored."""
 
     def __init__(self, directory: Path, ranks: int, cells: Sequence[Cell], threads: int) -> None:
         self.threads = threads
@@ -118,7 +118,7 @@ class World:
     def _number(self, cell: int) -> int:
         return self.exchanges[0].number_of(self.unit[cell])
 
-    # What can be done next, in a state that has been put back ------------------------------------------------------
+    # The possible next steps in the restored state -----------------------------------------------------------------
 
     def steps(self, state: State) -> Iterator[Step]:
         for rank, one in enumerate(state.ranks):
@@ -174,7 +174,7 @@ class World:
                 yield Step(rank, "uses" if cell in one.fetched else "fails", cell)
 
     def awaited(self, rank: int, one: RankState) -> set[int]:
-        """The ranks that this one waits for now."""
+        """The ranks for which this rank waits now."""
         found: set[int] = set()
         for what, cell in one.threads:
             found |= set(self.exchanges[rank].slot_awaits(self._number(cell))) if what == "waits" else set()
@@ -186,10 +186,10 @@ class World:
                 found.add(self.unit[cell].fetcher)
         return found - {rank}
 
-    # What a step does -----------------------------------------------------------------------------------------------
+    # The effects of a step ------------------------------------------------------------------------------------------
 
     def after(self, state: State, step: Step) -> tuple[State, bool]:
-        """The state after a step, and whether a rank had to fetch what another one was to fetch for it."""
+        """The state after a step, and whether a rank had to fetch a piece that another rank was to fetch."""
         rank, one, exchange = step.rank, state.ranks[step.rank], self.exchanges[step.rank]
         is_alone = False
         if step.thread >= 0:
@@ -261,7 +261,7 @@ class World:
         return state.with_rank(rank, **fields)
 
     def _join(self, state: State, rank: int) -> frozenset[int]:
-        """The ranks whose caches had lost their names by then, and cannot be opened any more."""
+        """The ranks whose caches have already lost their names and cannot be opened."""
         gone = frozenset(i for i, one in enumerate(state.ranks) if i != rank and one.life in {"failed", "done"})
         for other in range(len(state.ranks)):
             self.caches[rank].board.pass_pieces(other, OVER if other in gone else 0)
@@ -270,7 +270,7 @@ class World:
 
 @dataclass
 class Outcome:
-    """What a search has met."""
+    """What a search found."""
 
     states: int = 0
     fetched_alone: int = 0
@@ -278,10 +278,10 @@ class Outcome:
 
 
 def search(world: World, first: State) -> Outcome:
-    """Goes from `first` to every state that can be reached.
+    """Explores every state that can be reached from `first`.
 
     Raises:
-        AssertionError: ranks that run cannot go on, or bytes are wrong; with the steps that lead there.
+        AssertionError: running ranks cannot go on, or bytes are wrong; the message has the steps that lead there.
     """
     outcome = Outcome()
     came_by: dict[State, tuple[State, Step] | None] = {first: None}

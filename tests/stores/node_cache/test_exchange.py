@@ -1,4 +1,4 @@
-"""The exchange: ranks of a node that fetch for each other never wait in a circle, and no one depends on another."""
+"""The exchange: ranks of a node that fetch for each other never deadlock, and a failed rank stops no other."""
 
 import logging
 import os
@@ -25,20 +25,20 @@ from tests.stores.node_cache.exchange_worlds import Outcome, World, opened, sear
 
 SLOT = 1 << 12
 ALIVE = 1.0
-"""Seconds within which a wait ends that is none."""
+"""Seconds that a call without a wait may take."""
 STALL_TIMEOUT_S, QUIET_S = 2.0, 0.5
-"""Shorter than they are."""
+"""Shorter than the real ones."""
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanging, "STALL_TIMEOUT_S", STALL_TIMEOUT_S)
     monkeypatch.setattr(exchanging, "QUIET_S", QUIET_S)
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot, and small copies: more states of the protocol in fewer steps."""
+    """One slot and small cells: more states of the protocol in fewer steps."""
     monkeypatch.setattr(caches, "SLOTS", 1)
     monkeypatch.setattr(exchanges, "SLOTS", 1)
     monkeypatch.setattr(exchanges, "CELL_BYTES", 8)
@@ -48,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def searched(
     directory: Path, ranks: int, cells: int, threads: int, faults: tuple[int, int, int], every: int
 ) -> Outcome:
-    """Every `every`-th world of this size, from its beginning to all its ends; `faults`: deaths, stops, failures."""
+    """Searches every `every`-th world of this size. `faults`: deaths, stops, failures."""
     whole = Outcome()
     for number, world in enumerate(worlds(ranks, cells)):
         if number % every == 0:
@@ -62,8 +62,8 @@ def searched(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("ranks", "cells", "threads"), [(2, 3, 1), (2, 2, 2), (3, 2, 1)])
-def test_undisturbed_ranks_never_wait_in_a_circle(tmp_path: Path, ranks: int, cells: int, threads: int) -> None:
-    """Whatever the ranks need, in every order of their steps: all come to the end, and each piece is fetched once."""
+def test_undisturbed_ranks_never_deadlock(tmp_path: Path, ranks: int, cells: int, threads: int) -> None:
+    """For all needs and all orders of steps, every rank finishes, and each piece is fetched once."""
     whole = searched(tmp_path, ranks, cells, threads, (0, 0, 0), 1 if ranks == 2 else 5)
     assert whole.fetched_alone == 0
     assert whole.ends == {("done",) * ranks}
@@ -73,7 +73,7 @@ def test_undisturbed_ranks_never_wait_in_a_circle(tmp_path: Path, ranks: int, ce
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("faults", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
 def test_ranks_that_fail_hold_no_other_up(tmp_path: Path, faults: tuple[int, int, int]) -> None:
-    """A rank dies, stops and goes on, fails, or never joins, at every point: the others come to the end with the bytes."""
+    """A rank dies, pauses, fails or never joins, at every point: the others finish with the right bytes."""
     whole = searched(tmp_path, 2, 2, 1, faults, 1)
     assert ("done", "done") in whole.ends
     assert len(whole.ends) > 1
@@ -82,10 +82,10 @@ def test_ranks_that_fail_hold_no_other_up(tmp_path: Path, faults: tuple[int, int
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    "broken", ["order of fetching", "order of taking", "taking is not told", "leaving is not told"]
+    "broken", ["order of fetching", "order of taking", "takers do not pass pieces", "ranks do not leave"]
 )
-def test_the_search_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Where an invariant is broken on purpose, ranks are found that cannot go on."""
+def test_the_search_finds_deadlocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """With an invariant broken on purpose, the search finds a deadlock."""
     made = World.__init__
 
     def disordered(self: World, *args: Any) -> None:
@@ -95,7 +95,7 @@ def test_the_search_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     if broken.startswith("order"):
         monkeypatch.setattr(World, "__init__", disordered)
-    elif broken == "taking is not told":
+    elif broken == "takers do not pass pieces":
         monkeypatch.setattr(Exchange, "take_piece", lambda self, unit: None)
     else:
         monkeypatch.setattr(Exchange, "leave", lambda self: None)
@@ -117,17 +117,17 @@ def test_the_search_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (3, 2, 1, (1, 0, 1), 1),
     ],
 )
-def test_larger_worlds_have_no_circle_either(
+def test_larger_worlds_have_no_deadlock_either(
     tmp_path: Path, ranks: int, cells: int, threads: int, faults: tuple[int, int, int], every: int
 ) -> None:
-    """More cells, threads and ranks than the fast searches have."""
+    """Searches with more cells, threads and ranks than the fast ones."""
     whole = searched(tmp_path, ranks, cells, threads, faults, every)
     print(ranks, cells, threads, faults, whole.states)  # noqa: T201
     assert (whole.fetched_alone == 0) == (faults == (0, 0, 0))
     assert ("done",) * ranks in whole.ends
 
 
-# Two ranks: rank 0 is this process, rank 1 another one, or this one too ------------------------------------------------
+# Two ranks: rank 0 is this process; rank 1 is another process or this one ------------------------------------------------
 
 
 def units(fetchers: Sequence[int]) -> list[Unit]:
@@ -153,7 +153,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    """Both ranks fetch five pieces, alternately, and have begun."""
+    """Two ranks that fetch `SLOTS + 1` pieces each, alternately, and have begun."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     for exchange in made.exchanges:
         exchange.begin_load()
@@ -166,7 +166,7 @@ def piece(number: int) -> memoryview:
 
 
 def test_a_piece_is_waited_for_and_then_taken(pair: Pair) -> None:
-    """A taker that comes first waits until the piece is there; its bytes are its own, whatever becomes of the slot."""
+    """A taker waits until the piece is there, and gets its own copy: a change of the slot does not affect it."""
     first, second = pair.exchanges
     threading.Timer(0.1, lambda: first.put_piece(0, piece(0))).start()
     found = second.take_piece(pair.units[0])
@@ -179,7 +179,9 @@ def test_a_piece_is_waited_for_and_then_taken(pair: Pair) -> None:
 
 
 def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair, stopwatch: Stopwatch) -> None:
-    """What it had put is taken; what it had not is fetched by the others; its own share of the slots is free."""
+    """After a rank leaves, the other takes its finished pieces, fetches the rest itself, and does not wait for it to
+    free slots.
+    """
     first, second = pair.exchanges
     first.put_piece(0, piece(0))
     first.release(pair.units[0])
@@ -196,7 +198,7 @@ def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair, stopwatch: Stopwat
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """Room for the boards of two caches and for one slot."""
+    """A disk with room for the boards of two caches and one slot."""
     mounted = ["mount", "-t", "tmpfs", "-o", f"size={3 * SLOT}", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(mounted, check=False, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
@@ -205,8 +207,8 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault
-def test_a_rank_without_room_gives_nothing(full_disk: Path, stopwatch: Stopwatch) -> None:
-    """On a full disk its pieces are its own affair, and no rank waits for them; it takes those of the others."""
+def test_a_rank_on_a_full_disk_shares_nothing(full_disk: Path, stopwatch: Stopwatch) -> None:
+    """On a full disk a rank shares no pieces, and no rank waits for them. It takes those of the others."""
     made = Pair(full_disk, [0, 1])
     started = stopwatch.now()
     first, second = made.exchanges
@@ -222,7 +224,9 @@ def test_a_rank_without_room_gives_nothing(full_disk: Path, stopwatch: Stopwatch
 
 
 def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """It is not seen, and it is told that nothing is taken from it: so it does not wait either."""
+    """A rank that cannot open the other's cache does not wait for it. It marks all pieces as passed, so that the other
+    does not wait either.
+    """
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     blind = Exchange(0, made.caches[0], {}, made.units)
     blind.begin_load()
@@ -237,8 +241,8 @@ def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path, s
     made.close()
 
 
-def test_what_one_rank_learns_of_silent_nodes_all_know(pair: Pair) -> None:
-    """A node that let one rank's time-out pass costs the others none."""
+def test_ranks_share_what_they_learn_of_silent_nodes(pair: Pair) -> None:
+    """After one rank's time-out for a node, the other ranks treat that node as silent."""
     first, second = pair.exchanges
     assert not second.is_silent("node-a")
     first.tell_silent("node-a")
@@ -247,7 +251,7 @@ def test_what_one_rank_learns_of_silent_nodes_all_know(pair: Pair) -> None:
 
 
 class Remote:
-    """Rank 1 in a process of its own that has put some pieces; rank 0 is this process."""
+    """Rank 1 in its own process with `pieces` pieces in its cache. Rank 0 is this process."""
 
     def __init__(self, directory: Path, pieces: int, fetchers: Sequence[int]) -> None:
         command = [sys.executable, "-m", "tests.stores.node_cache.cache_process", "hold", str(directory), str(pieces)]
@@ -266,9 +270,9 @@ class Remote:
         self.cache.close()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeouts")
 def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """Its lock is free. What it had put is taken, and nothing else is waited for, neither as fetcher nor as taker."""
+    """A killed rank's lock is free: its finished pieces are taken, and no rank waits for it as fetcher or taker."""
     remote = Remote(tmp_path, 1, [1, 1, 1, *[0] * (SLOTS + 2)])
     remote.process.kill()
     remote.process.wait()
@@ -288,9 +292,9 @@ def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path, stopwatch: 
     remote.close()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeouts")
 def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """Stopped, it is waited for once, for the patience of the load: not for each piece, slot or rank. Then it may go on."""
+    """A stopped rank costs one `STALL_TIMEOUT_S` per load, not one for each piece or slot. It may go on afterwards."""
     remote = Remote(tmp_path, 0, [1, 1, *[0] * (SLOTS + 2)])
     stop_process(remote.process.pid)
     began, started = time.monotonic(), stopwatch.now()
@@ -311,9 +315,9 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path, stopwatch: 
     remote.close()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeouts")
 def test_a_rank_that_works_slowly_is_waited_for(tmp_path: Path) -> None:
-    """As long as it gives signs of life, each piece of it is worth more than a second transfer."""
+    """While a rank pulses, the others wait for its pieces."""
     remote = Remote(tmp_path, 0, [1])
     done: list[bool] = []
     thread = threading.Thread(target=lambda: done.append(remote.exchange.take_piece(remote.units[0]) is None))
@@ -326,9 +330,9 @@ def test_a_rank_that_works_slowly_is_waited_for(tmp_path: Path) -> None:
     remote.close()
 
 
-@pytest.mark.usefixtures("impatient")
-def test_ranks_that_wait_for_each_other_let_go(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """If there were a circle after all it would cost one time-out: a rank is as fresh as what it waits for, no fresher."""
+@pytest.mark.usefixtures("short_timeouts")
+def test_ranks_that_wait_for_each_other_time_out(tmp_path: Path, stopwatch: Stopwatch) -> None:
+    """If ranks did deadlock, they would end it after one time-out: a waiting rank's pulse is as old as its fetcher's."""
     made = Pair(tmp_path, [0, 1])
     for exchange in made.exchanges:
         exchange.begin_load()

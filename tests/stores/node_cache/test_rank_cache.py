@@ -1,4 +1,4 @@
-"""The cache: what one process puts the others take, whole and in order, under a name that only its end takes away."""
+"""The rank cache: other processes read complete pieces in order, and only the owner's end removes the file's name."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def other(tmp_path: Path, own: RankCache) -> Iterator[OtherRankCache]:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Holder]:
-    """Starts processes that hold a cache with some pieces, and tells its name; each is ended with its test."""
+    """Starts processes that hold a cache with some pieces, and returns its name. Each ends with the test."""
     with ExitStack() as stack:
 
         def start(pieces: int) -> tuple[Process, str]:
@@ -59,7 +59,7 @@ def copied(cache: OtherRankCache, number: int) -> bytes | None:
 
 
 def test_pieces_are_taken_as_they_were_put(own: RankCache, other: OtherRankCache) -> None:
-    """A piece may lie in its slot already, or elsewhere; a slot that was used again has the later one only."""
+    """A piece may already be in its slot, or elsewhere. A reused slot has only the later piece."""
     assert copied(other, 0) is None
     inside = own.slot(0)[100:105]
     inside[:] = b"slot0"
@@ -75,7 +75,7 @@ def test_pieces_are_taken_as_they_were_put(own: RankCache, other: OtherRankCache
 
 
 def test_a_piece_that_changed_is_not_taken(own: RankCache, other: OtherRankCache) -> None:
-    """Bytes in the cache are believed by their checksum only; so is the entry that says where they are."""
+    """A piece with a wrong checksum or an invalid entry is not taken."""
     own.put_piece(0, memoryview(bytearray(b"intact")))
     own.slot(0)[2] ^= 1
     assert copied(other, 0) is None
@@ -86,8 +86,8 @@ def test_a_piece_that_changed_is_not_taken(own: RankCache, other: OtherRankCache
         assert copied(other, 2) is None
 
 
-class UntilTheNumber:
-    """The words of a board, whose owner is held up before it writes which piece lies in a slot."""
+class BoardFailingAtTheNumber:
+    """A board that fails right before it writes the number of the piece in slot 0."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -102,17 +102,17 @@ class UntilTheNumber:
 
 
 def test_a_half_written_entry_gives_no_piece_of_another_number(own: RankCache, other: OtherRankCache) -> None:
-    """A taker that was aborted, and goes on while its slot is used again, does not take the later piece for its own."""
+    """A taker that is still at an old piece while its slot is reused does not take the later piece for the old one."""
     own.put_piece(0, memoryview(bytearray(b"first")))
-    own.board._words = UntilTheNumber(own.board._words)  # type: ignore[assignment]
+    own.board._words = BoardFailingAtTheNumber(own.board._words)  # type: ignore[assignment]
     with pytest.raises(InterruptedError):
         own.put_piece(SLOTS, memoryview(bytearray(b"later")))
     assert other.board.entry(0)[0] == 0
     assert copied(other, 0) is None
 
 
-def test_words_are_seen_by_the_others(own: RankCache, other: OtherRankCache) -> None:
-    """How far a rank has come, that it left, and the nodes that did not answer it: eight of them, no more."""
+def test_other_processes_see_the_board(own: RankCache, other: OtherRankCache) -> None:
+    """Other processes see a rank's progress, that it left, and up to eight silent nodes."""
     assert (other.board.count_passed(1), other.board.has_left) == (-1, False)
     own.board.pass_pieces(1, 7)
     own.board.leave()
@@ -127,8 +127,8 @@ def test_words_are_seen_by_the_others(own: RankCache, other: OtherRankCache) -> 
     assert other.board.pulse_ns == at
 
 
-def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> None:
-    """The name goes with its owner; a process that has opened the cache takes what lies in it."""
+def test_an_opened_cache_stays_readable_after_its_owner_closed_it(tmp_path: Path) -> None:
+    """The owner's close removes the name. A process that has opened the cache can still take its pieces."""
     own = RankCache.create(tmp_path, 2, SLOT)
     own.reserve(1)
     own.put_piece(0, memoryview(bytearray(b"piece")))
@@ -145,16 +145,16 @@ def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> N
         OtherRankCache.open(tmp_path / own.name, 2, SLOT)
 
 
-def test_a_cache_that_is_dropped_takes_its_name_away(tmp_path: Path) -> None:
-    """A load that fails between its plans and its reads closes nothing: neither a file nor a descriptor is left."""
+def test_a_collected_cache_removes_its_file(tmp_path: Path) -> None:
+    """A cache that is garbage-collected, as after a failed load, leaves neither a file nor a descriptor."""
     for _ in range(3):
         RankCache.create(tmp_path, 2, SLOT)
     assert list(tmp_path.iterdir()) == []
     assert open_below(tmp_path) == []
 
 
-def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
-    """A worker that was forked in the middle of a load may end whenever it likes."""
+def test_a_forked_process_does_not_remove_the_file(tmp_path: Path) -> None:
+    """A worker that was forked during a load ends: the cache keeps its name."""
     own = RankCache.create(tmp_path, 2, SLOT)
     child = os.fork()
     if child == 0:
@@ -166,7 +166,7 @@ def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
 
 
 def test_new_caches_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
-    """Four processes make caches as fast as they can, each sweeping before: none loses the name that others wait for."""
+    """Four processes make caches, each sweeping first: no new cache loses its name."""
     processes = [started("keep-making", tmp_path, 1.5) for _ in range(4)]
     counts = [tuple(map(int, process.communicate(timeout=60)[0].split())) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4
@@ -174,8 +174,8 @@ def test_new_caches_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> None:
-    """A process that is stopped holds its lock, one that was killed does not; what it put can still be taken."""
+def test_dead_and_stopped_processes_are_distinguished(tmp_path: Path, holder: Holder) -> None:
+    """A stopped process holds its lock, and a killed one does not. Its pieces can still be taken."""
     process, name = holder(2)
     cache = OtherRankCache.open(tmp_path / name, 2, SLOT)
     stop_process(process.pid)
@@ -187,8 +187,8 @@ def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> N
     cache.close()
 
 
-def test_caches_of_the_dead_are_removed(tmp_path: Path, holder: Holder) -> None:
-    """The next cache in a directory removes those whose processes are gone, and no other."""
+def test_caches_of_ended_processes_are_removed(tmp_path: Path, holder: Holder) -> None:
+    """A new cache removes those of ended processes in its directory, and no other."""
     killed, _ = holder(0)
     _, living = holder(0)
     killed.kill()

@@ -1,4 +1,4 @@
-"""StallTimeout: silence costs a rank one time-out in a load, whoever is silent, and however often."""
+"""StallTimeout: silent ranks cost a load one time-out in all."""
 
 import time
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from replicated_ckpt.stores.node_cache.exchange import StallTimeout, Wait
 
 SLOT = 1 << 12
 STALL_TIMEOUT_S, QUIET_S = 2.0, 0.3
-"""Shorter than they are."""
+"""Shorter than the real ones."""
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanging, "STALL_TIMEOUT_S", STALL_TIMEOUT_S)
     monkeypatch.setattr(exchanging, "QUIET_S", QUIET_S)
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Iterator[list[tuple[RankCache, OtherRankCache]]]:
-    """Three ranks that live, and were heard just now."""
+    """The caches of three live ranks that have just pulsed."""
     caches = [RankCache.create(tmp_path, 3, SLOT) for _ in range(3)]
     others = [OtherRankCache.open(tmp_path / cache.name, 3, SLOT) for cache in caches]
     yield list(zip(caches, others, strict=True))
@@ -42,7 +42,9 @@ def seconds_until_lost(wait: Wait, caches: dict[int, OtherRankCache], within_s: 
 
 
 def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
-    """One that is silent since the first was is aborted at once, one that falls silent later as soon as it is noticed."""
+    """After the time-out is spent, another silent rank is lost at once, and a rank that falls silent later after
+    `QUIET_S`.
+    """
     spent = StallTimeout()
     waited_s, lost = seconds_until_lost(Wait(spent), {0: pairs[0][1]}, 5)
     assert lost == [0]
@@ -55,8 +57,8 @@ def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[RankCache
     assert waited_s == pytest.approx(QUIET_S, abs=1.0)
 
 
-def test_a_rank_that_gives_signs_now_and_then_is_not_given_up(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
-    """However long the wait is, and although each silence is noticed."""
+def test_a_rank_that_pulses_now_and_then_is_not_lost(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
+    """A rank that pulses in between is never lost, however long the wait."""
     spent = StallTimeout()
     wait = Wait(spent)
     for _ in range(4):
@@ -65,8 +67,8 @@ def test_a_rank_that_gives_signs_now_and_then_is_not_given_up(pairs: list[tuple[
     assert not spent.is_over
 
 
-def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
-    """A whole node that was frozen goes on; each rank has some time to show that it lives."""
+def test_a_stop_of_this_process_counts_as_no_ranks_silence(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
+    """After this process was stopped, as in a frozen node, each rank has time to pulse again."""
     spent = StallTimeout()
     wait = Wait(spent)
     time.sleep(STALL_TIMEOUT_S + QUIET_S)
@@ -77,15 +79,15 @@ def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[
 
 
 def test_a_clock_of_another_host_is_not_waited_for(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
-    """Where one directory is mounted by two hosts, a pulse of the future is no sign of life."""
+    """A pulse in the future, as from another host on a shared directory, does not count as a sign of life."""
     pairs[0][0].board.pulse(time.monotonic_ns() + 10**15)
     waited_s, lost = seconds_until_lost(Wait(StallTimeout()), {0: pairs[0][1]}, 5)
     assert lost == [0]
     assert waited_s < STALL_TIMEOUT_S
 
 
-def test_death_costs_no_patience(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
-    """A rank whose lock is free is aborted as soon as its silence is noticed, and the patience is kept for others."""
+def test_a_dead_rank_spends_no_time_out(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
+    """A rank whose lock is free is lost after `QUIET_S`, and the time-out is not spent."""
     spent = StallTimeout()
     pairs[0][0].close()
     waited_s, lost = seconds_until_lost(Wait(spent), {0: pairs[0][1]}, 5)

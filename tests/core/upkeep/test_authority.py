@@ -1,4 +1,4 @@
-"""Whose word counts: which part of a plan is a node's own, what it does for others, and whose policy removes anything."""
+"""A node's authority: its own part of a plan, its actions for other nodes, and the policies that it follows."""
 
 from dataclasses import replace
 
@@ -29,8 +29,8 @@ def restored(node: str, save_id: str = SAVE, checkpoint_id: str = "step-1") -> R
     return RestoreManifest(node, checkpoint_id, save_id, ("c",))
 
 
-def test_a_node_does_its_own_part_of_a_plan_alone() -> None:
-    """Of each kind of action; what is short is no one's to do."""
+def test_a_node_does_only_its_own_part_of_a_plan() -> None:
+    """`of_node` has the actions of one node, and no short shards."""
     parts = {
         node: RepairPlan(
             (restored(node),),
@@ -52,7 +52,7 @@ def test_a_node_does_its_own_part_of_a_plan_alone() -> None:
 
 
 def test_a_plan_concerns_the_files_that_it_names() -> None:
-    """To be copied, to be set aside, or short; of that checkpoint alone."""
+    """A plan concerns files to be copied, to be quarantined, or short, of that checkpoint."""
     plan = RepairPlan(
         copy=(CopyShard("a", "step-1", SAVE, "copied", 100, ("c",)),),
         set_aside=(SetAside("a", "step-1", SAVE, "aside"),),
@@ -63,15 +63,15 @@ def test_a_plan_concerns_the_files_that_it_names() -> None:
     assert not plan.concerns("step-2", "copied")
 
 
-def test_a_save_is_put_in_anothers_place_only_by_a_nodes_own_look() -> None:
-    """Another node asks for it: it is refused unless this node plans that very save, there, itself."""
+def test_a_requested_restore_needs_the_nodes_own_plan() -> None:
+    """A peer's request to restore a save is refused unless this node's own plan has that save at that place."""
     asked = [restored("a"), restored("a", OTHER), restored("a", checkpoint_id="step-2"), restored("b")]
     assert refuse_unplanned(asked, [replace(asked[0], sources=("d",))]) == frozenset(asked[1:])
     assert refuse_unplanned(asked, []) == frozenset(asked)
 
 
-def test_what_a_node_holds_already_it_may_be_given_again() -> None:
-    """The same save under the same name, and no other."""
+def test_a_held_save_may_be_restored_again() -> None:
+    """A peer may restore a save that the node already holds, under the same name."""
     held = [Holding("a", "step-1", SAVE, 1, True, {})]
     assert is_of_held_save(restored("a"), held)
     assert not is_of_held_save(restored("a", OTHER), held)
@@ -79,7 +79,9 @@ def test_what_a_node_holds_already_it_may_be_given_again() -> None:
 
 
 def test_the_later_policy_counts_and_two_of_one_save_keep_everything() -> None:
-    """In whatever order they are heard; each tier, directory and run for itself."""
+    """The later policy wins in any order, separately for each tier, directory and run. Two of one revision keep
+    everything.
+    """
     for one, two in ((KEEP_TWO, KEEP_NINE), (KEEP_NINE, KEEP_TWO)):
         assert merge_policies(one, two) == KEEP_NINE
         assert agree([one, two, replace(one, scope="run")]) == (KEEP_NINE, replace(one, scope="run"))
@@ -87,8 +89,8 @@ def test_the_later_policy_counts_and_two_of_one_save_keep_everything() -> None:
     assert merge_policies(KEEP_TWO, same_save).retention is None
 
 
-def test_a_node_removes_by_a_policy_that_its_own_ranks_brought() -> None:
-    """What others want stays until ranks here want the same: one that was never heard here removes nothing."""
+def test_a_node_follows_only_policies_of_its_own_ranks() -> None:
+    """A node follows a policy only if its own ranks have set the same retention there."""
     elsewhere = replace(KEEP_TWO, scope="run")
     assert confirm([KEEP_TWO, elsewhere], [KEEP_TWO]) == (KEEP_TWO,)
     assert confirm([KEEP_NINE], [KEEP_TWO]) == ()
@@ -97,8 +99,8 @@ def test_a_node_removes_by_a_policy_that_its_own_ranks_brought() -> None:
     assert confirm([later], [KEEP_TWO]) == (later,)
 
 
-def test_a_save_without_shards_is_never_whole() -> None:
-    """A manifest is easily claimed: it counts for no policy, so nothing real goes for it, and takes no save's place."""
+def test_a_save_without_shards_is_never_complete() -> None:
+    """A manifest without shards, which a peer can easily forge, does not count as complete: no save is removed for it."""
     policy = Policy("", NODES, 1, Retention(keep_last=1), lineage="a" * 16)
     entry = {SHARD: ShardEntry(9, 1, 0, "a", ("a",))}
     node = (NodeEntry("a", "host", None, (0,)),)

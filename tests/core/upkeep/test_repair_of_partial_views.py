@@ -1,4 +1,4 @@
-"""The repair plan, of looks with something missing: a node given up, an unknown manifest, metadata that is nowhere."""
+"""The repair plan with incomplete information: a lost node, an unread manifest, missing metadata."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 FULL = NodeView("a", UP, (holding("a", PAIR, *BOTH),))
 
 
-def test_what_a_node_held_that_was_given_up_counts_no_more() -> None:
-    """Its last answer is still in the view: a blank node gets the copies, and is no source that waits for it."""
+def test_holdings_of_a_lost_node_do_not_count() -> None:
+    """The last known holdings of a lost node do not count: a blank node gets copies, without that node as a source."""
     gone = NodeView("b", GONE, (holding("b", PAIR, *BOTH),))
     plan = plan_repair({PAIR.save_id: PAIR}, [FULL, gone, NodeView("c", UP, ())])
     assert copies(plan) == [(shard(0), "c", ("a",)), (shard(1), "c", ("a",))]
@@ -20,8 +20,8 @@ def test_what_a_node_held_that_was_given_up_counts_no_more() -> None:
     assert [(short.shard, short.is_lost) for short in alone.short] == [(shard(1), True)]
 
 
-def test_a_save_whose_manifest_was_not_read_is_passed_over() -> None:
-    """A node holds one that this look has no manifest of, whether it goes or stays: the others are planned."""
+def test_a_save_without_a_read_manifest_is_skipped() -> None:
+    """A held save without a read manifest is skipped, and the others are planned."""
     unknown = manifest(5, {shard(0): ("a",)})
     views = [
         NodeView("a", UP, (holding("a", PAIR, *BOTH), replace(holding("a", unknown), checkpoint_id="step-9"))),
@@ -33,7 +33,7 @@ def test_a_save_whose_manifest_was_not_read_is_passed_over() -> None:
 
 
 def test_metadata_that_no_node_has_is_lost_though_every_shard_is_intact() -> None:
-    """Without it nothing loads: it is named, with the nodes of the save that may bring it back."""
+    """Metadata that no node has is reported as lost, or, with a silent node, as waiting for that node."""
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH, has_metadata=False),)) for node in "ab"]
     plan = plan_repair({PAIR.save_id: PAIR}, [*views, NodeView("blank", UP, ())])
     assert plan.actions == ()
@@ -43,8 +43,8 @@ def test_metadata_that_no_node_has_is_lost_though_every_shard_is_intact() -> Non
     assert [(short.shard, short.waits_for) for short in silent.short] == [(".metadata", ("b (host-b)",))]
 
 
-def test_a_damaged_surplus_copy_that_cannot_be_mended_now_is_said() -> None:
-    """As many as are wanted lie on nodes that do not answer; `verify` of this node finds the bad one all the same."""
+def test_a_damaged_extra_copy_that_cannot_be_repaired_now_is_reported() -> None:
+    """A damaged extra copy is reported as short while the intact ones are on silent nodes."""
     of_others = manifest(1, {shard(0): ("a", "c")})
     bad = replace(holding("b", of_others, shard(0)), damaged=(shard(0),))
     views = [NodeView("a", ASSUMED, None), NodeView("b", UP, (bad,)), NodeView("c", ASSUMED, None)]
@@ -53,8 +53,8 @@ def test_a_damaged_surplus_copy_that_cannot_be_mended_now_is_said() -> None:
     assert [(short.shard, short.have, short.is_lost) for short in plan.short] == [(shard(0), 2, False)]
 
 
-def test_a_version_that_was_replaced_has_no_name() -> None:
-    """A node keeps an older version aside: it is not taken for the one that has the name there, in any order."""
+def test_a_replaced_version_is_not_the_published_one() -> None:
+    """A node's replaced version is not mistaken for its published one, in either order of the holdings."""
     newer = replace(PAIR, save_id=f"{2:032x}", sequence=2)
     has_name, aside = holding("b", newer, *BOTH), replace(holding("b", PAIR, *BOTH), is_replaced=True)
     for held in ((has_name, aside), (aside, has_name)):
@@ -63,7 +63,9 @@ def test_a_version_that_was_replaced_has_no_name() -> None:
 
 
 def test_a_replaced_version_takes_a_free_name_if_another_node_can_give_it() -> None:
-    """Retention has removed what had replaced it. Else it is no checkpoint of that name there, though its copies count."""
+    """After the newer version was retired, a replaced version is published again if another node has it published.
+    Otherwise it is not.
+    """
     aside = [NodeView(node, UP, (replace(holding(node, PAIR, *BOTH), is_replaced=True),)) for node in "ab"]
     plan = plan_repair({PAIR.save_id: PAIR}, [FULL, aside[1]])
     assert [(action.node_id, action.save_id, action.sources) for action in plan.restore] == [
@@ -74,22 +76,22 @@ def test_a_replaced_version_takes_a_free_name_if_another_node_can_give_it() -> N
     assert alone == RepairPlan()
 
 
-def test_files_of_others_alone_are_no_checkpoint() -> None:
-    """A directory of stock's without anything of ours under that name is no business of repair."""
+def test_stock_torchs_files_alone_are_ignored() -> None:
+    """Repair ignores a directory with only stock torch's files."""
     stock = UnclaimedFiles("b", "step-5", False, {shard(0): 100}, {})
     views = [FULL, NodeView("b", UP, (holding("b", PAIR, *BOTH),), unclaimed=(stock,))]
     assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
 
 
 def test_a_silent_node_counts_for_what_it_was_seen_to_hold() -> None:
-    """Its last answer lacked a shard that it was meant to have: that one is copied, the other is not."""
+    """A silent node counts with its last known holdings: only the shard that those lacked is copied."""
     silent = NodeView("b", ASSUMED, (holding("b", PAIR, shard(0)),))
     plan = plan_repair({PAIR.save_id: PAIR}, [FULL, silent, NodeView("c", UP, (holding("c", PAIR),))])
     assert copies(plan) == [(shard(1), "c", ("a",))]
 
 
-def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
-    """A newer one of which a shard is nowhere is not whole on any node that could come back."""
+def test_a_blank_node_gets_the_save_that_may_be_complete() -> None:
+    """A blank node gets the older save if the newer one has lost a shard for good."""
     torn = manifest(2, {shard(0): ("a", "b"), shard(1): ("d", "d")})
     views = [
         NodeView("a", UP, (holding("a", torn, shard(0)),)),
@@ -102,8 +104,8 @@ def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
     assert [(action.node_id, action.save_id) for action in plan.restore] == [("e", PAIR.save_id)]
 
 
-def test_a_damaged_copy_on_a_silent_node_is_no_half_of_a_good_one() -> None:
-    """Two damaged copies may be whole together, if both can be read."""
+def test_a_damaged_copy_on_a_silent_node_is_not_combined() -> None:
+    """A damaged copy on a silent node is not combined with another damaged one: the shard is lost."""
     bad = {node: replace(holding(node, PAIR, *BOTH), damaged=(shard(1),)) for node in "ab"}
     plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad["a"],)), NodeView("b", ASSUMED, (bad["b"],))])
     assert plan.actions == ()
@@ -111,7 +113,7 @@ def test_a_damaged_copy_on_a_silent_node_is_no_half_of_a_good_one() -> None:
 
 
 def test_a_blank_node_gets_no_save_without_metadata() -> None:
-    """Of the newer one every shard is there, and its metadata is nowhere; the older one may be whole."""
+    """A blank node gets the older save if no node has the newer one's metadata."""
     newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
     views = [
         NodeView("a", UP, (holding("a", newer, *BOTH, has_metadata=False),)),
@@ -123,8 +125,8 @@ def test_a_blank_node_gets_no_save_without_metadata() -> None:
     assert [(action.node_id, action.save_id) for action in plan.restore] == [("e", PAIR.save_id)]
 
 
-def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:
-    """It gives way: neither is it made up for, nor is it said to be short."""
+def test_an_older_save_gets_no_copies_beside_a_complete_newer_one() -> None:
+    """An older save beside a complete newer one gets no copies, and is not reported as short."""
     newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
     views = [NodeView("a", UP, (holding("a", newer, *BOTH),)), NodeView("b", UP, (holding("b", PAIR, shard(0)),))]
     plan = plan_repair({of.save_id: of for of in (PAIR, newer)}, views)
@@ -133,7 +135,7 @@ def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:
 
 
 def test_a_third_copy_goes_to_a_domain_that_has_none() -> None:
-    """Sharing a domain with one of two holders is sharing."""
+    """A third copy goes to a domain without any copy."""
     domains = {"a": "r1", "b": "r2", "c": "r1", "d": "r3"}
     three = manifest(1, {shard(0): ("a", "b", "x")}, copies=3, domains=domains)
     views = [NodeView(node, UP, (holding(node, three, shard(0)),)) for node in "ab"]
@@ -143,7 +145,7 @@ def test_a_third_copy_goes_to_a_domain_that_has_none() -> None:
 
 
 def test_a_copy_goes_where_there_is_room_for_it() -> None:
-    """What a node takes counts together. Where none has room the one that was meant to hold it says so by its refusal."""
+    """Planned copies count against a node's free space. If no node has space, the intended holder is chosen."""
     wide = manifest(1, dict.fromkeys(map(shard, range(4)), ("a", "b")))
     there = NodeView("a", UP, (holding("a", wide, *wide.shards),))
 

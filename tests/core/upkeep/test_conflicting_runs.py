@@ -1,4 +1,4 @@
-"""Saves of two runs under one name: neither takes the other's place, but on the node where it was overwritten."""
+"""Saves of two runs under one name: neither replaces the other, except on the node where it was overwritten."""
 
 from dataclasses import replace
 
@@ -33,12 +33,12 @@ OURS, FOREIGN = manifest(8, RUN, ("b", "c")), manifest(7, OTHER, ("a", "b"))
 BOTH = {found.save_id: found for found in (FOREIGN, OURS)}
 
 
-def test_a_node_that_was_away_keeps_what_was_saved_over_elsewhere() -> None:
-    """The new save is whole on the others: that node gets no copy of it, and the words say how to end it."""
+def test_a_node_that_was_away_keeps_the_overwritten_save() -> None:
+    """A node that was away keeps the old run's save, and gets no copy of the new one. The report has the next steps."""
     views = [view("a", held("a", FOREIGN)), view("b", held("b", OURS, SHARD)), view("c", held("c", OURS, SHARD))]
     plan = plan_repair(BOTH, views)
     assert plan.actions == ()
-    assert plan.lost == (), "its user has overwritten it on node b"
+    assert plan.lost == (), "its user has overwritten that save on node b"
     (short,) = plan.short
     assert (short.save_id, short.taken_on, short.lies_on) == (FOREIGN.save_id, ("b", "c"), ("a",))
     assert "another run's save has its name on node b and node c" in str(short)
@@ -48,16 +48,18 @@ def test_a_node_that_was_away_keeps_what_was_saved_over_elsewhere() -> None:
     assert [(action.node_id, action.save_id) for action in removed.restore] == [("a", OURS.save_id)]
 
 
-def test_what_no_node_was_asked_to_give_up_is_lost() -> None:
-    """The shard that is missing was to lie on a node where no other run's save has the name."""
+def test_a_missing_shard_that_no_other_run_replaced_is_lost() -> None:
+    """A missing shard whose holder has no other run's save of that name is lost."""
     gone = manifest(7, OTHER, ("a",))
     views = [view("a", held("a", gone)), view("b", held("b", OURS, SHARD)), view("c", held("c", OURS, SHARD))]
     (short,) = plan_repair({one.save_id: one for one in (gone, OURS)}, views).lost
     assert (short.save_id, short.shard) == (gone.save_id, SHARD)
 
 
-def test_what_a_whole_save_has_replaced_is_not_mended_where_it_goes() -> None:
-    """A load may read it there still. Until the new one is whole it is a version like any other."""
+def test_a_version_that_a_complete_save_replaced_is_not_repaired() -> None:
+    """A version replaced by a complete save gets no copies on that node. While the new save is incomplete, the replaced
+    one is repaired.
+    """
     a, b = view("a", held("a", FOREIGN, SHARD, is_replaced=True), held("a", OURS, SHARD)), view("b")
     assert [action.save_id for action in plan_repair(BOTH, [a, b]).actions] == [OURS.save_id] * 2
     part = view("a", held("a", FOREIGN, SHARD, is_replaced=True), held("a", OURS))
@@ -67,8 +69,10 @@ def test_what_a_whole_save_has_replaced_is_not_mended_where_it_goes() -> None:
     assert [(one.node_id, one.save_id) for one in plan_repair(BOTH, [a, still_named]).copy] == [("b", FOREIGN.save_id)]
 
 
-def test_two_runs_that_never_met_keep_one_name_and_the_words_say_what_to_do() -> None:
-    """Neither gives way; the one that can have no more copies says on which node its name is taken, and the next step."""
+def test_two_runs_on_different_nodes_keep_one_name_and_the_report_has_the_next_step() -> None:
+    """Two runs have one name on different nodes: neither replaces the other, and the report has the nodes and the next
+    step.
+    """
     plan = plan_repair(BOTH, [view("a", held("a", FOREIGN, SHARD)), view("b", held("b", OURS, SHARD))])
     assert plan.actions == ()
     by_save = {short.save_id: short for short in plan.short}
@@ -79,8 +83,8 @@ def test_two_runs_that_never_met_keep_one_name_and_the_words_say_what_to_do() ->
     assert "rename its directory on node a" in words
 
 
-def test_files_of_an_unknown_save_give_way_only_where_one_run_is_known() -> None:
-    """They may be of the run that has the name elsewhere."""
+def test_files_of_an_unknown_save_are_replaced_only_if_one_run_is_known() -> None:
+    """Files of an unknown save are replaced only if one run has the name. With two runs, they may belong to the other."""
     unknown = NodeView("a", Presence.UP, (), (UnclaimedFiles("a", "step-2", True, {SHARD: 100}, {SHARD: 8}),))
     views = [unknown, view("b", held("b", OURS, SHARD)), view("c", held("c", OURS, SHARD))]
     assert [action.node_id for action in plan_repair(BOTH, views, "a").restore] == ["a"]
@@ -88,8 +92,10 @@ def test_files_of_an_unknown_save_give_way_only_where_one_run_is_known() -> None
     assert [action for action in plan_repair(BOTH, met, "a").restore if action.node_id == "a"] == []
 
 
-def test_the_name_is_taken_only_from_what_the_node_was_opened_over() -> None:
-    """Whatever is newer by number or clock; and it goes only where the whole save has its name."""
+def test_a_save_replaces_only_the_version_that_it_was_opened_over() -> None:
+    """A save replaces only the version that it was opened over, and that version is dropped only once the save is
+    complete and published.
+    """
     ours, theirs = OURS.version, FOREIGN.version
     assert may_publish(ours, theirs, theirs.save_id)
     assert not may_publish(ours, theirs, "")
