@@ -1,6 +1,7 @@
 """The fuzz targets. Each one draws an input, or takes one from its corpus, and reads it."""
 
 import contextlib
+import encodings.unicode_escape  # noqa: F401 - else the first error text would open its file in a watched block
 import io
 import json
 import pickle
