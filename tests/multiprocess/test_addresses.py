@@ -1,4 +1,4 @@
-"""A node that others are told a wrong address of."""
+"""A save warns of a node whose advertised address is wrong."""
 
 from replicated_ckpt.environment import HOST_ENV
 from tests.harness.cluster import call
@@ -8,8 +8,8 @@ from tests.steps import state
 WRONG = "no-such-host.invalid"
 
 
-def test_a_wrong_address_is_named_where_it_hurts(cluster_of: ClusterOf) -> None:
-    """The save goes on; its warning says which address, where that comes from, and what corrects it on which node."""
+def test_a_save_warns_of_a_wrong_address(cluster_of: ClusterOf) -> None:
+    """The save succeeds. One warning names the address, the variable that set it, and the node on which to correct it."""
     cluster = cluster_of(2)
     cluster.nodes[1].environment[HOST_ENV] = WRONG
     results = cluster.launch([call(state.save, kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
