@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.long, pyt
 
 @pytest.mark.parametrize("way", ["manager", "manager-async"])
 def test_every_resume_after_a_kill_passes(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 or rank 1 of two is killed at a file event: the resume takes the newest checkpoint, with the same result."""
+    """One of two ranks is killed at a file event. The resumed run loads the newest checkpoint and ends with the same
+    result.
+    """
     assert main(["--ways", way]) == 0
     assert capsys.readouterr().out.count(f"| {way} | rank ") == 2
 
