@@ -174,9 +174,7 @@ def test_an_agent_that_ends_is_started_again(by: str) -> None:
                 await_saves(cluster.nodes, ranks)
                 second.kill()
                 second.process.wait()
-                await_saves(
-                    cluster.nodes, ranks
-                )  # with an agent that a rank started, if the launcher's does not run yet
+                await_saves(cluster.nodes, ranks)  # maybe with an agent that a rank started
                 second.wait_until_it_serves()
                 await_saves(cluster.nodes, ranks)
                 assert first.stop() == 0
@@ -241,7 +239,7 @@ def test_probes_detect_hung_and_ended_agents(manifest: str) -> None:
     agent, launcher = agent_of_pod(manifest), kubelet_launcher(manifest)
     probes = [agent[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert probes[0]["periodSeconds"] * probes[0]["failureThreshold"] > LEAVE_WITHIN_S, (
-        "it may wait until the agent that a rank started has left"
+        "the agent may first wait for one of a rank to exit"
     )
     ports = {each["name"]: each["containerPort"] for each in agent["ports"]}
     with supervised_agents(launcher) as (hosts, (supervisor, _)):
