@@ -1,4 +1,4 @@
-"""The options of every verb, as `--help` prints them, in docs/cli.md; `python -m tools.cli_page` writes them there."""
+"""Writes the options of every verb, as `--help` prints them, into docs/cli.md: `python -m tools.cli_page`."""
 
 import contextlib
 import io
@@ -23,9 +23,9 @@ _OPTION = re.compile(r"^  -.*(?:\n {4,}.*)*\n?", re.MULTILINE)
 
 
 def help_by_verb() -> dict[str, str]:
-    """What `replicated-ckpt VERB --help` prints, without `--help` itself. Its usage leaves out optional flags.
+    """The output of `replicated-ckpt VERB --help`, without `--help` itself and without optional flags in the usage.
 
-    Options that several verbs have with the same words are the text of COMMON, and in no verb's.
+    Options that several verbs describe in the same words are in COMMON instead.
     """
     given = {verb: _help(verb) + "\n" for verb in VERBS}
     verbs_by_option: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def help_section() -> str:
 
 
 def with_help(page: str) -> str:
-    """The page with the options of now."""
+    """The page with the current options."""
     marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     return marked.sub(lambda _: f"{BEGIN}\n{help_section()}{END}", page)
 

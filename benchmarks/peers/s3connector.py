@@ -1,4 +1,4 @@
-"""s3torchconnector: DCP's writer and reader straight to a bucket, without a node's disk."""
+"""s3torchconnector: a DCP writer and reader for a bucket, without a node's disk."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _REGION = "us-east-1"
 
 
 class S3Connector(StockBucket):
-    """Its writer and reader take no endpoint, so they are given a file system with a client that has one."""
+    """The writer and reader take no endpoint, so they get a file system whose client has one."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         super().__init__(url, storage_options)

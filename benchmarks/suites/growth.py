@@ -1,4 +1,4 @@
-"""The suite of growth: how the cost of a save and a load goes with size, ranks, items and copies. On tmpfs."""
+"""The suite of growth, on tmpfs: how save and load times depend on size, ranks, items and copies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def _by_items(options: Options) -> list[Row]:
 
 
 def _by_copies(options: Options) -> list[Row]:
-    """Stock's one copy is compared with every number of copies."""
+    """Stock's one copy is the base of every number of copies."""
     cases = [stock_case(), *(our_case(copies) for copies in COPIES)]
     taken = _point("copies", 0, options, (COPIES[-1], 1), "fsdp2", options.size_bytes // 4, cases)
     by_name = {our_case(copies)["name"]: copies for copies in COPIES}

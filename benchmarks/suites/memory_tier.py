@@ -1,4 +1,4 @@
-"""A checkpoint at every step in the memory of the node and of its buddy: what training loses to it, and loads from there.
+"""A checkpoint at every step in the memory of the node and of its buddy: its cost for training, and loads from there.
 
     python -m benchmarks.suites.memory_tier [--size-mib 48] [--steps 100] [--step-s 0.3] [--disk-every 10] [--loads 7]
 
@@ -47,11 +47,11 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="memory_tier", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size-mib", type=int, default=48, help="of the state over all ranks")
-    parser.add_argument("--steps", type=int, default=100, help="each of them is saved")
-    parser.add_argument("--step-s", type=float, default=0.3, help="what a step takes without its save")
-    parser.add_argument("--disk-every", type=int, default=10, help="so many-th saves go to the disk, too")
-    parser.add_argument("--loads", type=int, default=7, help="of the last step, next to plain copies")
+    parser.add_argument("--size-mib", type=int, default=48, help="size of the state over all ranks")
+    parser.add_argument("--steps", type=int, default=100, help="number of steps; each is saved")
+    parser.add_argument("--step-s", type=float, default=0.3, help="seconds of a step without its save")
+    parser.add_argument("--disk-every", type=int, default=10, help="every so many saves go to the disk, too")
+    parser.add_argument("--loads", type=int, default=7, help="loads of the last step, compared with plain copies")
     parser.add_argument("--medium", choices=("tmpfs", "disk"), default="disk", help="where the disks' stores lie")
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")
     return parser.parse_args()

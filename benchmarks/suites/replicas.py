@@ -1,4 +1,4 @@
-"""Saves of a state that several ranks have: DDP's and HSDP's, with and without the comparison of the replicas."""
+"""Saves of replicated states of DDP and HSDP, with and without the comparison of the replicas."""
 
 from benchmarks.options import Options
 from benchmarks.suites.results import Row
@@ -10,7 +10,7 @@ _KINDS = ("ddp", "hsdp")
 
 
 def compared_case(within: int | str | None) -> Case:
-    """As CheckpointManager saves, with two copies, comparing everything `within` so many saves."""
+    """As CheckpointManager saves with two copies. All replicas are compared once `within` so many saves."""
     case = kept_case(2)
     told = (
         "not compared" if within is None else f"{within} compared" if within == "all" else f"compared within {within}"
