@@ -114,8 +114,8 @@ def _tell(steps: _Steps, world: World, decision: SaveDecision) -> None:
     posts = steps("read posts", lambda: board.posts("save", 30.0))
     steps("tell decision", lambda: board.decide("save", posts, decision.to_json()))
     last = Blackboard(dist.PrefixStore("bench", client), world.ranks - 1, world.ranks)
-    told = steps("a rank: decision", lambda: SaveDecision.from_json(last.decision("save", nonces[-1], 30.0)))
-    steps.measured.sizes["decision"] = len(json.dumps(told.to_json()))
+    read = steps("a rank: decision", lambda: SaveDecision.from_json(last.decision("save", nonces[-1], 30.0)))
+    steps.measured.sizes["decision"] = len(json.dumps(read.to_json()))
 
 
 def _plan(steps: _Steps, world: World) -> tuple[Metadata, list[list[WriteResult]]]:
@@ -204,7 +204,7 @@ def _load(steps: _Steps, nodes: FakeNodes) -> None:
     steps.measured.sizes["survey"] = len(raw)
 
     def received() -> Sequence[str]:
-        told = Survey.from_json(json.loads(raw))
-        return told.found.list_missing({name: entry.size_bytes for name, entry in told.manifest.shards.items()})
+        read = Survey.from_json(json.loads(raw))
+        return read.found.list_missing({name: entry.size_bytes for name, entry in read.manifest.shards.items()})
 
     steps("a rank: survey", received)

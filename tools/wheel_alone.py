@@ -128,8 +128,8 @@ def check_main_job(python: Path) -> None:
         root = folder / "root"
         run([python, HERE / "tools" / "readme_job.py", HERE / "README.md"], cwd=folder)
         program = HERE / "examples" / "getting_started.py"
-        said = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
-        saved, loaded = (text.strip().rpartition(": ")[2] for text in said)
+        outputs = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
+        saved, loaded = (text.strip().rpartition(": ")[2] for text in outputs)
         if not saved or saved != loaded:
             raise AloneError(f"two ranks saved a state with the sum {saved!r} and loaded {loaded!r}")
         check_commands(python, root)
@@ -216,8 +216,8 @@ def run(command: Sequence[object], *, cwd: str | Path | None = None, timeout_s: 
         words, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd, env=environment
     )
     if done.returncode:
-        said = (done.stdout + done.stderr)[-4000:]
-        raise AloneError(f"{' '.join(words)}\nended with {done.returncode}:\n{said}")
+        output = (done.stdout + done.stderr)[-4000:]
+        raise AloneError(f"{' '.join(words)}\nended with {done.returncode}:\n{output}")
     return done.stdout
 
 

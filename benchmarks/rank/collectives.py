@@ -127,14 +127,14 @@ def _of_load(world: World) -> Mapping[str, int]:
     report = LoadReport(
         "step-1000", SAVE_ID, 1 << 30, 0, 0, len(items), 1.0246912, (), 0, rank, "gpu-0123.cluster", spent
     )
-    told, ended = _pickled(report.as_dict()), _pickled(({}, []))
+    sent, ended = _pickled(report.as_dict()), _pickled(({}, []))
     lengths = 8 * world.ranks
     return {
         "load, gather: plan, all bytes local": plan,
         "load, gather: plan that is held": _pickled(held),
         "load, scatter: plan, all bytes local": plan,
         "load, scatter: plan that is held": _pickled(hand_back(held)),
-        "load, end: report, sent": told,
+        "load, end: report, sent": sent,
         "load, end: who failed, taken in": ended,
         "each gather, scatter apart: lengths, taken in": lengths,
     }

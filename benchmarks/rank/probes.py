@@ -84,7 +84,7 @@ class Probes:
         return True
 
     def _write_direct(self) -> None:
-        """Writes whole pieces from aligned memory. A save that writes directly would first copy its data there."""
+        """Writes whole pieces from aligned memory, without the copy into it that a save would need."""
         left = self._state.size_bytes // PIECE_BYTES * PIECE_BYTES
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
         try:

@@ -57,17 +57,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _print_table(arguments: argparse.Namespace, told: Sequence[Mapping[str, Any]]) -> None:
-    steps, size = arguments.steps, told[0]["state_bytes"]
+def _print_table(arguments: argparse.Namespace, results: Sequence[Mapping[str, Any]]) -> None:
+    steps, size = arguments.steps, results[0]["state_bytes"]
     print(f"{size / 1e6:.0f} MB on 2 nodes, {steps} steps of {arguments.step_s:g} s, a save each")
-    copied, behind = min(one["copied"] for one in told), max(one["behind"] for one in told)
+    copied, behind = min(one["copied"] for one in results), max(one["behind"] for one in results)
     print(f"in the buddy's memory: {copied} of {steps} steps; {behind} were not when the next one was saved")
-    blocked = sorted(max(pair) for pair in zip(*(one["blocked"] for one in told), strict=True))
+    blocked = sorted(max(pair) for pair in zip(*(one["blocked"] for one in results), strict=True))
     p99 = blocked[min(len(blocked) - 1, len(blocked) * 99 // 100)]
     print(f"async_save held training up for {statistics.median(blocked):.3f} s (median), {p99:.3f} s (p99)")
-    used = max(one["most_used_bytes"] for one in told)
+    used = max(one["most_used_bytes"] for one in results)
     print(f"memory of a node's tier: {used / 1e6:.0f} MB at most, {used / size:.2f} x the state")
-    loads = [_slowest(each) for each in zip(*(one["loads"] for one in told), strict=True)]
+    loads = [_slowest(each) for each in zip(*(one["loads"] for one in results), strict=True)]
     for name, key in (("a whole load", "load_s"), ("reading alone", "read_s")):
         ratio = statistics.median(one["copy_s"] / one[key] for one in loads)
         seconds = statistics.median(one[key] for one in loads)

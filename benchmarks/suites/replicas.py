@@ -10,14 +10,14 @@ _KINDS = ("ddp", "hsdp")
 
 
 def compared_case(within: int | str | None) -> Case:
-    """As CheckpointManager saves with two copies. All replicas are compared once `within` so many saves."""
+    """As CheckpointManager saves with two copies. Every replica is compared once in `within` saves, in each, or never."""
     case = kept_case(2)
-    told = (
+    comparison = (
         "not compared" if within is None else f"{within} compared" if within == "all" else f"compared within {within}"
     )
     return {
         **case,
-        "name": f"ours, 2 copies, {told}",
+        "name": f"ours, 2 copies, {comparison}",
         "options": {**case["options"], "compare_replicas": within},
     }
 

@@ -52,9 +52,9 @@ def run(script: str, roots: list[Path], steps: int, *, ranks: int = 1) -> str:
     return texts[0]
 
 
-def lines(said: str) -> dict[int, str]:
+def lines(output: str) -> dict[int, str]:
     """What the output contains about each saved step."""
-    return {int(match[1]): match[2] for match in re.finditer(r"\bstep (\d+): (.*)$", said, flags=re.MULTILINE)}
+    return {int(match[1]): match[2] for match in re.finditer(r"\bstep (\d+): (.*)$", output, flags=re.MULTILINE)}
 
 
 def contents(root: Path, step: int) -> dict[tuple[str, str, object], object]:

@@ -58,7 +58,7 @@ def test_an_example_resumes_after_a_node_loss(tmp_path: Path, module: str, scrip
 def test_trl_resumes_and_exports_safetensors(tmp_path: Path) -> None:
     """SFTTrainer with FSDP2 resumes. The blank node exports the trained model in files of limited size."""
     require("trl")
-    said = run_with_a_lost_store(tmp_path, "trl_sft.py")
+    printed = run_with_a_lost_store(tmp_path, "trl_sft.py")
     store, whole = tmp_path / "node-1", tmp_path / "model"
     written = FileSystemReader(store / f"checkpoint-{STEPS}").read_metadata().state_dict_metadata
     weights = {name.removeprefix("model."): entry for name, entry in written.items() if name.startswith("model.")}
@@ -72,4 +72,4 @@ def test_trl_resumes_and_exports_safetensors(tmp_path: Path) -> None:
     index = json.loads((whole / "model.safetensors.index.json").read_text())
     assert set(tensors) == set(index["weight_map"]) == set(weights)
     total = sum(float(tensor.double().abs().sum()) for tensor in tensors.values())
-    assert said[STEPS] == f"sum of weights {total:.6f}, saved"
+    assert printed[STEPS] == f"sum of weights {total:.6f}, saved"

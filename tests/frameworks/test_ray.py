@@ -84,7 +84,7 @@ class Training:
             assert time.monotonic() < deadline, self.output.read_text()[-4000:]
             time.sleep(0.05)
 
-    def said(self, timeout_s: float) -> str:
+    def wait_for_output(self, timeout_s: float) -> str:
         """The whole output. The driver must have succeeded."""
         assert self.driver.wait(timeout_s) == 0, self.output.read_text()[-4000:]
         return self.output.read_text()
@@ -111,15 +111,15 @@ def test_ray_train_resumes_after_a_node_loss(cluster: Cluster) -> None:
     disturbed.wait_for("dies after step", timeout_s=150)
     cluster.lose(1)
     cluster.start(1)
-    second = disturbed.said(timeout_s=240)
-    undisturbed = Training(cluster, "undisturbed").said(timeout_s=150)
+    second = disturbed.wait_for_output(timeout_s=240)
+    undisturbed = Training(cluster, "undisturbed").wait_for_output(timeout_s=150)
     ranks = 2 * cluster.workers_each
     assert f"starting at step 0 on {ranks} ranks" in second
     assert f"starting at step {EVERY} on {ranks} ranks" in second
     assert lines(second) == lines(undisturbed)
-    told = [next(line for line in each.splitlines() if "Ray knows of" in line) for each in (second, undisturbed)]
-    assert told[0] == told[1]
-    assert f"Ray knows of step {STEPS}, loss" in told[0]
+    summaries = [next(line for line in each.splitlines() if "Ray knows of" in line) for each in (second, undisturbed)]
+    assert summaries[0] == summaries[1]
+    assert f"Ray knows of step {STEPS}, loss" in summaries[0]
     assert sorted(lines(undisturbed)) == [EVERY, STEPS]
     for node in (0, 1):
         assert findings(LocalStore(cluster.disk(node) / "disturbed")) == []

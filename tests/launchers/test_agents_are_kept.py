@@ -165,9 +165,9 @@ def test_an_agent_that_ends_is_started_again(by: str) -> None:
     They use the same ports, although ranks may start agents sooner. Every save loads and has both copies.
     """
     with supervised_agents(AGENT_LAUNCHERS[by]()) as (hosts, (first, second)):
-        cluster, told = hosts.cluster, hosts.cluster.base / "told"
+        cluster, stop_file = hosts.cluster, hosts.cluster.base / "told"
         ports = [port_of(node) for node in cluster.nodes]
-        saves = call(cycles.save_until, told=str(told))
+        saves = call(cycles.save_until, told=str(stop_file))
         with ThreadPoolExecutor(1) as thread:
             ranks = thread.submit(cluster.run, saves, nodes=[0, 1], timeout_s=4 * WITHIN_S)
             try:
@@ -182,7 +182,7 @@ def test_an_agent_that_ends_is_started_again(by: str) -> None:
                 first.wait_until_it_serves()
                 await_saves(cluster.nodes, ranks)
             finally:
-                told.touch()
+                stop_file.touch()
                 done, other = ranks.result()
                 print(*done["failed"], *other["failed"], sep="\n")  # noqa: T201
         assert done["saved"] == other["saved"]

@@ -160,8 +160,8 @@ def test_a_job_outlives_the_loss_of_any_pod(tmp_path: Path) -> None:
             lost.lose()
         wait_until(lambda: first.is_complete and second.is_complete, "the end of the job")
         assert newest(first) == newest(second) == 120
-        said = (tmp_path / "pod-0.log").read_text() + (tmp_path / "pod-1.log").read_text()
-        assert said.count("starting at step 0 ") <= 2, "the job started from step 0 again"
+        logs = (tmp_path / "pod-0.log").read_text() + (tmp_path / "pod-1.log").read_text()
+        assert logs.count("starting at step 0 ") <= 2, "the job started from step 0 again"
 
 
 def wait_for_progress(pods: tuple[Pod, Pod], *, beyond: int) -> None:

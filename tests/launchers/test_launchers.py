@@ -181,14 +181,14 @@ def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
 def test_a_requeued_slurm_job_outlives_a_node(tmp_path: Path) -> None:
     """All processes of one node are killed and its disk is deleted: the job fails, and its next run resumes."""
     fake_slurm(tmp_path / "bin")
-    store, said = tmp_path / "ckpt", tmp_path / "said"
+    store, output = tmp_path / "ckpt", tmp_path / "said"
     roots = [store / "node-0", store / "node-1"]
     environment = environment_of(tmp_path)
     script = ["bash", str(LAUNCHERS / "slurm.sbatch"), str(ROOT / "examples" / "fashion_mnist.py")]
     options = ["--steps", "100000", "--save-every", "2", "--batch", "2"]
     try:
         with (
-            said.open("wb") as log,
+            output.open("wb") as log,
             subprocess.Popen([*script, *options], env=environment, stdout=log, stderr=log) as job,
         ):
             wait_for(
@@ -196,7 +196,7 @@ def test_a_requeued_slurm_job_outlives_a_node(tmp_path: Path) -> None:
             )
             end(processes_of(str(roots[1])))
             shutil.rmtree(roots[1])
-            assert job.wait(WITHIN_S) != 0, said.read_text()
+            assert job.wait(WITHIN_S) != 0, output.read_text()
         saved = max(int(path.parent.name.removeprefix("step-")) for path in roots[0].glob("step-*/.metadata"))
         assert f"starting at step {saved} on 2 ranks" in trained(environment_of(tmp_path), saved + 2)
     finally:
@@ -213,11 +213,11 @@ from replicated_ckpt.agent.launch import running_agent
 from replicated_ckpt.stores.local.store import LocalStore
 
 root = Path(sys.argv[-1])
-def told(*_):
+def on_sigterm(*_):
     time.sleep(2)
     (root / "told").write_text("" if running_agent(LocalStore(root)) is None else "the agent answers")
     sys.exit(0)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, on_sigterm)
 while running_agent(LocalStore(root)) is None:
     time.sleep(0.1)
 (root / "begun").touch()

@@ -66,15 +66,15 @@ class Job:
         """Waits for a condition. Fails at once if the script fails on either host."""
         deadline = time.monotonic() + within_s
         while not is_so():
-            assert time.monotonic() < deadline, f"{what}: not within {within_s} s\n{self.said()}"
-            assert not any(process.poll() for process in self._running.values()), f"{what}:\n{self.said()}"
+            assert time.monotonic() < deadline, f"{what}: not within {within_s} s\n{self.logs()}"
+            assert not any(process.poll() for process in self._running.values()), f"{what}:\n{self.logs()}"
             time.sleep(0.2)
 
     def newest(self, host: int) -> int:
         found = self._hosts.cluster.nodes[host].disk.glob("step-*/.metadata")
         return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "\n".join(f"--- host {host}\n{tail(self._log(host), 20_000)}" for host in (0, 1))
 
     def stop(self) -> None:
@@ -112,7 +112,7 @@ def test_a_blank_host_joins_in_place_of_a_lost_one(job: Job) -> None:
     job.wait_until(lambda: job.newest(0) > lost_at + 10, "host 0 alone")
     job.start(1, rendezvous=0, steps=100_000)
     job.wait_until(lambda: job.newest(1) > lost_at, "both hosts again", BACK_WITHIN_S)
-    assert job.said().count("starting at step 0 ") == 1, job.said()
+    assert job.logs().count("starting at step 0 ") == 1, job.logs()
 
 
 def test_the_script_resumes_after_the_rendezvous_host_is_lost(job: Job) -> None:
@@ -128,4 +128,4 @@ def test_the_script_resumes_after_the_rendezvous_host_is_lost(job: Job) -> None:
     saved = job.newest(1)
     job.start(1, rendezvous=1, steps=saved + 10)
     job.wait(1)
-    assert f"starting at step {saved} on 1 ranks" in job.said()
+    assert f"starting at step {saved} on 1 ranks" in job.logs()

@@ -13,10 +13,10 @@ def test_a_save_warns_of_a_wrong_address(cluster_of: ClusterOf) -> None:
     cluster = cluster_of(2)
     cluster.nodes[1].environment[HOST_ENV] = WRONG
     results = cluster.launch([call(state.save, kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
-    (said,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
-    assert f"This host cannot resolve the name '{WRONG}'" in said
-    assert f"comes from {HOST_ENV} on " in said
-    assert f"set {HOST_ENV} to that address there" in said
-    assert f"{WRONG}:" in said
-    assert "/v1/status` must return 401" in said
+    (warning,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
+    assert f"This host cannot resolve the name '{WRONG}'" in warning
+    assert f"comes from {HOST_ENV} on " in warning
+    assert f"set {HOST_ENV} to that address there" in warning
+    assert f"{WRONG}:" in warning
+    assert "/v1/status` must return 401" in warning
     assert len([text for text in results.all_warnings if HOST_ENV in text]) == 1

@@ -79,7 +79,7 @@ def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.long
-def test_stock_programs_run_where_they_can(cluster_of: ClusterOf) -> None:
+def test_stock_programs_need_one_directory_for_all_ranks(cluster_of: ClusterOf) -> None:
     """With one directory for all ranks the stock programs save and load. With one directory per node the load fails."""
     cluster = cluster_of(2, quick_exit=True)
     (saved,) = cluster.run(example("stock/getting_started", "save"), nodes=[0], ranks=2)[0]
@@ -137,7 +137,7 @@ def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     assert [lines[0] for lines in three] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(3)]
 
 
-def test_saves_every_few_steps_are_all_whole(cluster_of: ClusterOf) -> None:
+def test_saves_every_few_steps_are_whole(cluster_of: ClusterOf) -> None:
     """The example prints step times with and without asynchronous saves. At its end both nodes have the whole last
     save.
     """

@@ -27,8 +27,8 @@ def hosts() -> Iterator[Hosts]:
 
 def absence_warning(results: Results) -> str:
     """The save's one warning that a node did not answer when the save began."""
-    (said,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
-    return said
+    (warning,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
+    return warning
 
 
 def test_a_blank_host_replaces_a_lost_one(hosts: Hosts) -> None:
@@ -47,10 +47,10 @@ def test_a_firewall_that_drops_the_port_is_named(hosts: Hosts) -> None:
     set it.
     """
     hosts.network.drop_port(1, PORT)
-    said = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert f"a firewall drops port {PORT}" in said
-    assert f"{ranks_address(1)}:{PORT} comes from the route of host-1 to MASTER_ADDR={ranks_address(0)}." in said
-    assert f"set {HOST_ENV} to that address there" in said
+    warning = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert f"a firewall drops port {PORT}" in warning
+    assert f"{ranks_address(1)}:{PORT} comes from the route of host-1 to MASTER_ADDR={ranks_address(0)}." in warning
+    assert f"set {HOST_ENV} to that address there" in warning
 
 
 @pytest.mark.parametrize("address", mark_long([NO_HOST, NO_ROUTE], keep=[NO_ROUTE]))
@@ -59,18 +59,18 @@ def test_an_address_that_leads_nowhere_is_named(hosts: Hosts, address: str) -> N
     correct.
     """
     hosts.cluster.nodes[1].environment[HOST_ENV] = address
-    said = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert f"This host has no route to {address}." in said
-    assert f"{address}:{PORT} comes from {HOST_ENV} on host-1." in said
-    assert f"set {HOST_ENV} to that address there" in said
+    warning = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert f"This host has no route to {address}." in warning
+    assert f"{address}:{PORT} comes from {HOST_ENV} on host-1." in warning
+    assert f"set {HOST_ENV} to that address there" in warning
 
 
 def test_a_loopback_address_is_named(hosts: Hosts) -> None:
     """The warning says that with a loopback address each host reaches itself, and does not report a dead agent."""
     hosts.cluster.nodes[1].environment[HOST_ENV] = "127.0.0.1"
-    said = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert "With 127.0.0.1 each host reaches itself" in said
-    assert f"127.0.0.1:{PORT} comes from {HOST_ENV} on host-1." in said
+    warning = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert "With 127.0.0.1 each host reaches itself" in warning
+    assert f"127.0.0.1:{PORT} comes from {HOST_ENV} on host-1." in warning
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_an_address_of_another_node_is_named(hosts: Hosts, first: str | None, se
         hosts.cluster.nodes[0].environment[HOST_ENV] = first
     hosts.cluster.nodes[1].environment[HOST_ENV] = second
     attempt = hosts.cluster.attempt([SAVE], nodes=[0, 1], grace_s=30.0)
-    for said in attempt.failures:
-        assert "An agent of another node than " in said
-        assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in said
-        assert f"set {HOST_ENV} on the node to the one under which others reach it" in said
-        assert ("each host reaches itself" in said) == (second == "localhost")
+    for failure in attempt.failures:
+        assert "An agent of another node than " in failure
+        assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in failure
+        assert f"set {HOST_ENV} on the node to the one under which others reach it" in failure
+        assert ("each host reaches itself" in failure) == (second == "localhost")

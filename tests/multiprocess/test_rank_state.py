@@ -22,5 +22,5 @@ def test_rank_state_returns_to_its_rank_and_other_world_sizes_are_refused(cluste
         others = cluster.launch([refused, keeps], nodes=[0, 1], ranks=ranks)
         assert others.of(refused).agreed() == {"saved": [4], "now": 2 * ranks, "x": [1.0] * 4}
         first, *silent = others.warnings_of(keeps)
-        assert any("stay as they are" in told for told in first)
+        assert any("stay as they are" in text for text in first)
         assert silent == [[]] * (2 * ranks - 1)

@@ -60,10 +60,10 @@ def test_a_slowed_rank_or_agent_is_named_and_drawn(cluster_of: ClusterOf, tmp_pa
     assert threads_in(trace) == {(f"rank {rank}", name) for rank in range(3) for name in ("save", "load")}
     for lost in cluster.nodes[1:]:
         lost.lose()
-    code, told = as_json("report", "step-1", "--root", stores[0].root)
+    code, document = as_json("report", "step-1", "--root", stores[0].root)
     assert code == ExitCode.OK
-    assert (told["save"]["slowest"]["rank"], told["save"]["slowest"]["phase"]) == (1, "fsync")
-    assert [one["rank"] for one in told["save"]["ranks"]] == [0, 1, 2]
+    assert (document["save"]["slowest"]["rank"], document["save"]["slowest"]["phase"]) == (1, "fsync")
+    assert [one["rank"] for one in document["save"]["ranks"]] == [0, 1, 2]
 
 
 def threads_in(trace: Path) -> set[tuple[str, str]]:
@@ -77,7 +77,7 @@ def threads_in(trace: Path) -> set[tuple[str, str]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("runs", [long(100)])
 def test_the_slow_rank_is_named_in_each_of_100_runs(cluster_of: ClusterOf, runs: int) -> None:
-    """Each rank in turn is late, or slow to serialise, fsync or read, or its agent is slow."""
+    """Each rank in turn is late, or slow to serialise, fsync or read, or its agent is stopped for a moment."""
     cluster = cluster_of(3)
     named = 0
     for first in range(0, runs, KEPT - 1):

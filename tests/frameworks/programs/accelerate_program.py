@@ -1,5 +1,5 @@
-"""A user's Accelerate program: schedule, accumulation, dropout, shuffled data and a registered object. One line is
-ours.
+"""A user's Accelerate program: schedule, accumulation, dropout, shuffled data, a registered object. Only the
+Accelerator is ours.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""A user's Lightning program: schedule, accumulation, dropout, shuffled data, validation, callbacks. One line is ours."""
+"""A user's Lightning program: schedule, accumulation, dropout, shuffling, validation, callbacks. Only the strategy is
+ours.
+"""
 
 import argparse
 import json
@@ -102,7 +104,7 @@ def main() -> None:
         strategy = ReplicatedModelParallelStrategy(
             root=arguments.root, data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
         )
-    told, plugins = Recorder(out, arguments.hold_at, arguments.raise_at), []
+    recorder, plugins = Recorder(out, arguments.hold_at, arguments.raise_at), []
     if arguments.strategy == "ddp":
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))]
     checkpoints = ModelCheckpoint(
@@ -121,7 +123,7 @@ def main() -> None:
         strategy=strategy,
         plugins=plugins,
         accumulate_grad_batches=2,
-        callbacks=[checkpoints, EarlyStopping("val_loss", patience=5), told],
+        callbacks=[checkpoints, EarlyStopping("val_loss", patience=5), recorder],
         logger=False,
         log_every_n_steps=1,
         enable_progress_bar=False,

@@ -1,4 +1,6 @@
-"""A user's Trainer program: schedule, accumulation, dropout, shuffled data, evaluation and callbacks. One line is ours."""
+"""A user's Trainer program: schedule, accumulation, dropout, shuffling, evaluation and callbacks. Only the Trainer is
+ours.
+"""
 
 import argparse
 import json
@@ -62,8 +64,8 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         timed = ("runtime", "per_second")
-        told = {name: value for name, value in logs.items() if not name.endswith(timed)}
-        self.write({"step": state.global_step, "index": 1 + ("eval_loss" in told), **told})
+        values = {name: value for name, value in logs.items() if not name.endswith(timed)}
+        self.write({"step": state.global_step, "index": 1 + ("eval_loss" in values), **values})
 
 
 def main() -> None:
@@ -105,21 +107,21 @@ def main() -> None:
         disable_tqdm=True,
         seed=1,
     )
-    told = Recorder(arguments.out / f"rank-{os.environ['RANK']}.jsonl", arguments.hold_at, arguments.raise_at)
+    recorder = Recorder(arguments.out / f"rank-{os.environ['RANK']}.jsonl", arguments.hold_at, arguments.raise_at)
     trainer = ReplicatedTrainer(
         model=model,
         args=settings,
         train_dataset=Tokens(96),
         eval_dataset=Tokens(16),
-        callbacks=[told, EarlyStoppingCallback(early_stopping_patience=9)],
+        callbacks=[recorder, EarlyStoppingCallback(early_stopping_patience=9)],
         replicated_root=arguments.root / "store",
     )
     if arguments.scaled:  # accelerate creates a scaler only for fp16 on accelerators
-        trainer.accelerator.scaler = told.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        trainer.accelerator.scaler = recorder.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     trainer.train(resume_from_checkpoint=True)
     best = sum(weight.detach().double().sum().item() for weight in trainer.model.parameters())
-    told.write({"step": 14, "index": 3, "best": best, "of": trainer.state.best_global_step})
-    told.write({"step": 14, "index": 4, "history": len(trainer.state.log_history)})
+    recorder.write({"step": 14, "index": 3, "best": best, "of": trainer.state.best_global_step})
+    recorder.write({"step": 14, "index": 4, "history": len(trainer.state.log_history)})
     dist.destroy_process_group()
 
 

@@ -43,7 +43,7 @@ def test_a_planner_that_looks_at_all_plans_sees_them(cluster: Cluster) -> None:
     assert first["warned"] == second["warned"] == []
 
 
-def test_mixed_planner_classes_are_refused_if_one_would_miss_plans(cluster: Cluster) -> None:
+def test_different_planner_classes_are_refused_if_one_would_miss_plans(cluster: Cluster) -> None:
     """The coordinator's planner reads all items but another rank's keeps its own: every rank raises. The next load
     works.
     """

@@ -15,24 +15,24 @@ from tests.steps import guard
 pytestmark = pytest.mark.fault
 
 
-def crash(cluster: Cluster, nodes: list[int], told: Path, **how: int) -> None:
-    attempt = cluster.attempt([call(guard.crash_after_restore, told=str(told), **how)], nodes=nodes, grace_s=0.5)
+def crash(cluster: Cluster, nodes: list[int], log: Path, **how: int) -> None:
+    attempt = cluster.attempt([call(guard.crash_after_restore, told=str(log), **how)], nodes=nodes, grace_s=0.5)
     assert -9 in attempt.codes, attempt.failures
 
 
-def read(told: Path, rank: int) -> str:
-    return Path(f"{told}-{rank}").read_text().strip()
+def read(log: Path, rank: int) -> str:
+    return Path(f"{log}-{rank}").read_text().strip()
 
 
 def test_a_job_that_fails_after_each_restore_steps_back(cluster_of: ClusterOf, tmp_path: Path) -> None:
     """With max_tries=3 the fourth restore loads the older checkpoint, also after a node loss. A save resets the count."""
-    cluster, told = cluster_of(2), tmp_path / "told"
+    cluster, log = cluster_of(2), tmp_path / "told"
     cluster.run(call(guard.save, steps=[1, 2]), nodes=[0, 1])
-    crash(cluster, [0, 1], told, max_tries=3)
-    crash(cluster, [1, 0], told, max_tries=3)
+    crash(cluster, [0, 1], log, max_tries=3)
+    crash(cluster, [1, 0], log, max_tries=3)
     cluster.nodes[0].lose()
-    crash(cluster, [0, 1], told, max_tries=3)  # rank 0 is on the blank node; the other node has the count
-    assert read(told, 0) == read(told, 1) == "2 2 2"
+    crash(cluster, [0, 1], log, max_tries=3)  # rank 0 is on the blank node; the other node has the count
+    assert read(log, 0) == read(log, 1) == "2 2 2"
     again, save, after = (call(guard.restore, max_tries=3, then_save=step) for step in (None, 3, None))
     results = cluster.launch([again, save, after], nodes=[0, 1])
     assert [results.of(each).agreed() for each in (again, save, after)] == [1, 1, 3]

@@ -49,8 +49,8 @@ def test_only_rank_0_warns_of_entries_that_no_rank_loads(cluster_of: ClusterOf) 
         call(lookup.load_own_names, names=names, expect_partial=True),
     )
     results = cluster.launch([save, load, load_part], nodes=[0, 1])
-    [told], others = results.warnings_of(load)
-    assert "does not load 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in told
+    [warning], others = results.warnings_of(load)
+    assert "does not load 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in warning
     assert others == []
     assert results.warnings_of(load_part) == [[], []]
 

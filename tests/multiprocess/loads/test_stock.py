@@ -48,9 +48,9 @@ def test_a_scattered_stock_checkpoint_loads_in_place_and_saves_under_a_new_id(cl
         by_name, latest = load("run/step-10"), load("latest")
         results = cluster.launch([by_name, latest], nodes=nodes, ranks=ranks)
         assert results.of(by_name).digests() == results.of(latest).digests() == [saved] * sum(ranks)
-        told = results.warnings_of(by_name)
-        assert [len(warnings) for warnings in told] == [1] + [0] * (sum(ranks) - 1)
-        assert "stock torch wrote it" in told[0][0]
+        warned = results.warnings_of(by_name)
+        assert [len(warnings) for warnings in warned] == [1] + [0] * (sum(ranks) - 1)
+        assert "stock torch wrote it" in warned[0][0]
     assert cluster.run(load("latest", ["plain"]), nodes=[2], launcher="single").digests() == [alone]
     assert [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes] == before
     anew = call(state.load_and_save, kinds=SAVED, checkpoint_id="run/step-10", as_id="run/step-11")

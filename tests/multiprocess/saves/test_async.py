@@ -63,8 +63,8 @@ def test_the_saving_process_works_after_a_failed_save(cluster_of: ClusterOf) -> 
         call(state.load, kinds=KINDS, checkpoint_id="latest"),
     ]
     results = cluster_of(2, quick_exit=False).launch(calls, nodes=[0, 1])
-    for said in results.of(async_saves.save_breaks_in_process):
-        assert "this rank breaks in write" in said
+    for message in results.of(async_saves.save_breaks_in_process):
+        assert "this rank breaks in write" in message
     assert results.of(loss.staging_left) == [[], []]
     assert results.of(state.load).digests() == [results.of(async_saves.save_in_process).agreed()[0]] * 2
 
@@ -90,10 +90,9 @@ def test_a_rank_interrupted_while_it_stages_fails_the_others(cluster_of: Cluster
     """The other ranks have begun the save. They raise within seconds, before their process group's timeout."""
     save = call(async_saves.save_interrupted, rank=1)
     results = cluster_of(2, quick_exit=False).run(save, nodes=[0, 1], ranks=[1, 2])
-    told = results
-    assert [each["type"] for each in told] == ["RankFailed", "KeyboardInterrupt", "RankFailed"], told
-    assert all("Rank 1 left an asynchronous save before it began" in told[rank]["text"] for rank in (0, 2)), told
-    assert all(each["seconds"] < 10 for each in told), told
+    assert [each["type"] for each in results] == ["RankFailed", "KeyboardInterrupt", "RankFailed"], results
+    assert all("Rank 1 left an asynchronous save before it began" in results[rank]["text"] for rank in (0, 2)), results
+    assert all(each["seconds"] < 10 for each in results), results
 
 
 @pytest.mark.skipif(

@@ -96,8 +96,8 @@ def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_
         cluster.stop_agents()
     for rank, footprints in enumerate(results):
         for step, found in zip(looks, footprints, strict=True):
-            told = "; ".join(f"{who} {footprint}" for who, footprint in found.items())
-            print(f"rank {rank}, save {step}: {told}")  # noqa: T201 - with -s
+            text = "; ".join(f"{who} {footprint}" for who, footprint in found.items())
+            print(f"rank {rank}, save {step}: {text}")  # noqa: T201 - with -s
         check_flat(footprints)
 
 

@@ -66,11 +66,11 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tu
     for number, case in enumerate(cases):
         place, _, rank = case
         for at, outcome in enumerate(outcomes[number] for outcomes in results.of(errors.breaks_in_turn)):
-            is_told_by_dcp = place not in BEFORE_DCP
+            is_raised_by_dcp = place not in BEFORE_DCP
             assert outcome["seconds"] < SOON_S, (case, at, outcome)
-            assert (outcome["caught"] == "CheckpointException") == is_told_by_dcp, (case, at, outcome)
-            told = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # aborted meanwhile
-            assert told == {str(rank if is_told_by_dcp else at): expected(case, at)}, (case, at, outcome)
+            assert (outcome["caught"] == "CheckpointException") == is_raised_by_dcp, (case, at, outcome)
+            found = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # aborted meanwhile
+            assert found == {str(rank if is_raised_by_dcp else at): expected(case, at)}, (case, at, outcome)
             assert outcome["staged"] == [], (case, at, outcome)
 
 

@@ -80,7 +80,7 @@ def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
     assert cluster.launch(calls, nodes=[0, 0, 1]).of(planning.count_metadata_opened) == [[1, 1]] * 3
 
 
-def test_an_unchanged_decision_is_broadcast_once(cluster_of: ClusterOf) -> None:
+def test_unchanged_nodes_of_a_decision_are_sent_once(cluster_of: ClusterOf) -> None:
     """In a job with large decisions a rank that has lost the last one gets it once more. Every checkpoint loads."""
     save = call(sharing.save_as_in_a_large_job, kinds=["plain"], times=5, forgets_at=3)
     loads = [call(state.load, kinds=["plain"], checkpoint_id=f"step-{number}") for number in range(5)]

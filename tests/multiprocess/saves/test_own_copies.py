@@ -34,13 +34,13 @@ def check_copies(cluster: Cluster, nodes_of_shard: int = 2) -> None:
     )
 
 
-def check_none_sent(told: Sequence[dict[str, Any]]) -> None:
+def check_none_sent(results: Sequence[dict[str, Any]]) -> None:
     """The first save compares the objects and sends each copy. Later saves send none. All have two copies."""
-    for one in told:
+    for one in results:
         assert one["sent"] == [1] + [0] * (SAVES - 1)
         assert one["warned"] == [[]] * SAVES
         assert one["own"] == [2] * SAVES
-    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+    assert all(copies == 2 for made in results[0]["made"] for copies in made)
 
 
 CASES = [
@@ -75,13 +75,13 @@ def test_only_the_rank_state_is_sent(cluster_of: ClusterOf, kind: str, nodes: in
     """The state that one rank alone has lies in a file of its own. The other files are still copied from memory."""
     cluster = cluster_of(nodes)
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_own=True, is_async=is_async)
-    told = cluster.run(step, nodes=range(nodes), ranks=ranks)
-    for rank, one in enumerate(told):
+    results = cluster.run(step, nodes=range(nodes), ranks=ranks)
+    for rank, one in enumerate(results):
         assert one["own"] == [2] * SAVES
         assert one["warned"] == [[]] * SAVES
         if not is_async:
             assert all(names == [f"__{rank}_{Part.REST}.distcp"] for names in one["names"][1:])
-    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+    assert all(copies == 2 for made in results[0]["made"] for copies in made)
     if is_async:
         files = [path for node in cluster.nodes for path in (node.disk / "run" / f"step-{SAVES - 1}").glob("*.distcp")]
         assert {path.name for path in files} == {f"__{rank}_{part}.distcp" for rank in range(nodes) for part in (0, 2)}
@@ -106,11 +106,11 @@ def test_agents_write_own_copies_of_asynchronous_saves(cluster_of: ClusterOf, no
     cluster = cluster_of(nodes)
     kind = "hsdp" if nodes == 4 else "unwrapped"
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_async=True, retention=1)
-    told = cluster.run(step, nodes=range(nodes), ranks=ranks)
-    assert all(copies == 2 for made in told[0]["made"] for copies in made)
-    assert all(one["warned"] == [[]] * SAVES for one in told)
-    assert all(one["own"] == [2] * SAVES for one in told)
-    first, *later = told[0]["seconds"]
+    results = cluster.run(step, nodes=range(nodes), ranks=ranks)
+    assert all(copies == 2 for made in results[0]["made"] for copies in made)
+    assert all(one["warned"] == [[]] * SAVES for one in results)
+    assert all(one["own"] == [2] * SAVES for one in results)
+    first, *later = results[0]["seconds"]
     assert all(spent > 0 for spent in first)
     assert later == [[0.0] * (nodes * ranks)] * (SAVES - 1)
     check_copies(cluster)
@@ -134,12 +134,12 @@ def test_a_diverged_replica_does_not_count_as_a_copy(cluster_of: ClusterOf, how:
     """
     cluster = cluster_of(2)
     step = call(replicas.diverge_and_save, is_async=is_async, on_degraded=how, compare_replicas=1000)
-    told = cluster.run(step, nodes=[0, 1])
-    assert told[0][:2] == [[], []]
+    results = cluster.run(step, nodes=[0, 1])
+    assert results[0][:2] == [[], []]
     if how == "warn":
-        assert told[0][2:] == [["no copy of"], ["diverged"]]
+        assert results[0][2:] == [["no copy of"], ["diverged"]]
     else:
-        assert not any("no copy of" in one or isinstance(one, dict) for one in told[0])
+        assert not any("no copy of" in one or isinstance(one, dict) for one in results[0])
     check_copies(cluster)
 
 
@@ -150,10 +150,10 @@ def test_with_ack_local_buddies_copy_only_asynchronous_saves(cluster_of: Cluster
     save = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True, is_async=is_async, ack="local")
     made = call(peers.copies_made, checkpoint_id=f"run/step-{SAVES - 1}", names=NAMES, copies=2, within_s=20.0)
     results = cluster.launch([save, made], nodes=[0, 1])
-    told = results.of(replicas.save_repeatedly)
-    first, *later = told[0]["made"]
+    saved = results.of(replicas.save_repeatedly)
+    first, *later = saved[0]["made"]
     assert first == [1, 1]
     assert later == [[2, 2] if is_async else [1, 1]] * (SAVES - 1)
-    assert all(one["warned"] == [[]] * SAVES and one["sent"] == [0] * SAVES for one in told)
+    assert all(one["warned"] == [[]] * SAVES and one["sent"] == [0] * SAVES for one in saved)
     assert results.of(peers.copies_made) == [2, 2]
     check_copies(cluster)

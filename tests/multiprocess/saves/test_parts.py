@@ -18,12 +18,12 @@ def test_each_part_has_a_file_and_loads(cluster_of: ClusterOf, is_async: bool) -
     cluster = cluster_of(2)
     for number in range(2):
         saved = call(parts.save, name="run/step-1", number=number, is_async=is_async)
-        told = cluster.run(saved, nodes=[0, 1])
+        files = cluster.run(saved, nodes=[0, 1])
         # No entry is in the plans of two ranks, so the small RankState stays in the file of the weights.
-        assert told == [[f"__{rank}_{4 * number + part}.distcp" for part in (0, 1)] for rank in (0, 1)]
+        assert files == [[f"__{rank}_{4 * number + part}.distcp" for part in (0, 1)] for rank in (0, 1)]
         for node in cluster.nodes:
             sizes = {path.name: path.stat().st_size for path in (node.disk / "run" / "step-1").glob("*.distcp")}
-            assert sizes.keys() == {name for names in told for name in names}
+            assert sizes.keys() == {name for names in files for name in names}
             assert all(size > (2 if name[-8] in "15" else 1) * 4 * parts.WORDS for name, size in sizes.items())
     assert cluster.run(call(parts.load, name="run/step-1", number=1, parts=EVERYTHING), nodes=[0, 1]) == [[], []]
     manifest = decode_manifest((cluster.nodes[0].disk / "run/step-1/.manifest.json").read_bytes(), "test")

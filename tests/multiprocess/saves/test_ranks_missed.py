@@ -113,6 +113,6 @@ def test_a_late_rank_is_named(cluster_of: ClusterOf) -> None:
     waits = [call(missing.waits_for_late, verb=verb, late=late) for verb, late in LATE]
     results = cluster.launch(waits, nodes=[0, 1], ranks=[1, 2])
     for wait, (verb, late) in zip(waits, LATE, strict=True):
-        said = [line for lines in results.of(wait) for line in lines]
-        assert len(said) == 1, (verb, late, said)
-        assert said[0].endswith(f" for ranks {late}, which are busy or have not made this call"), (verb, late, said)
+        logged = [line for lines in results.of(wait) for line in lines]
+        assert len(logged) == 1, (verb, late, logged)
+        assert logged[0].endswith(f" for ranks {late}, which are busy or have not made this call"), (verb, late, logged)

@@ -23,11 +23,11 @@ PARTS = 4
 STATES = ["ddp", "hsdp", "hsdp1", "unwrapped"]
 
 
-def _check_named(told: Sequence[dict[str, Any]]) -> int:
+def _check_named(results: Sequence[dict[str, Any]]) -> int:
     """Each flip is named with its rank, and nothing else is. Returns the number of flips."""
     count = 0
-    for number, named in enumerate(told[0]["named"]):
-        flips = {name: rank for rank, one in enumerate(told) for name in one["flipped"][number]}
+    for number, named in enumerate(results[0]["named"]):
+        flips = {name: rank for rank, one in enumerate(results) for name in one["flipped"][number]}
         by_name = {name: groups for name, _, groups in named}
         assert by_name.keys() == flips.keys(), f"round {number}"
         for name, groups in by_name.items():
@@ -55,13 +55,13 @@ def verified(cluster: Cluster) -> None:
 
 def _flip(cluster: Cluster, kind: str, rounds: int, *, is_async: bool) -> int:
     count, seed = 0, 100 if is_async else 0
-    told = cluster.run(
+    results = cluster.run(
         call(replicas.flip_and_save, kind=kind, seed=seed, rounds=rounds, parts=PARTS, is_async=is_async),
         nodes=[0, 1],
         ranks=2,
         timeout_s=3000,
     )
-    count += _check_named(told)
+    count += _check_named(results)
     return count
 
 
@@ -120,11 +120,11 @@ def test_objects_of_ranks_are_named_once(cluster_of: ClusterOf) -> None:
 def test_a_finding_is_kept_with_the_checkpoint(cluster_of: ClusterOf) -> None:
     """Rank 0 warns, `show` and `status` print a line, and the agents count it in a metric."""
     cluster = cluster_of(3)
-    told = cluster.run(
+    results = cluster.run(
         call(replicas.save_diverged, checkpoint_id="run/step-1", compare_replicas="all"), nodes=[0, 1, 2]
     )
-    (warning,) = told[0]["warned"]
-    assert [one["warned"] for one in told[1:]] == [[], []]
+    (warning,) = results[0]["warned"]
+    assert [one["warned"] for one in results[1:]] == [[], []]
     assert "weight: saved from rank " in warning
     assert "other bytes on " in warning
     root = cluster.nodes[0].disk
@@ -153,9 +153,9 @@ def test_a_divergence_can_fail_the_save(cluster_of: ClusterOf) -> None:
     results = cluster.launch(calls, nodes=[0, 1])
     alike, apart, allowed = (list(results.of(step)) for step in calls)
     assert alike == allowed == [{"warned": []}] * 2
-    for told in apart:
-        assert "ReplicasDiverged" in json.dumps(told)
-        assert "weight" in json.dumps(told)
+    for outcome in apart:
+        assert "ReplicasDiverged" in json.dumps(outcome)
+        assert "weight" in json.dumps(outcome)
     _, listed = as_json("ls", "--root", cluster.nodes[0].disk, "--start-agents")
     assert sorted(one["checkpoint_id"] for one in listed["checkpoints"]) == ["run/step-1", "run/step-3"]
     verified(cluster)

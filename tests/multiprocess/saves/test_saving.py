@@ -129,8 +129,8 @@ def test_ids_of_any_characters_work_on_all_nodes(cluster_of: ClusterOf, capsys: 
     listed = capsys.readouterr().out
     assert all(checkpoint_id in listed for checkpoint_id in ids[2:])
     assert main(["verify", "--root", root, ids[3]]) in (ExitCode.OK, ExitCode.UNREACHABLE)
-    said = capsys.readouterr().out  # the job is over, and its agents may have left
-    assert "intact" in said or "all that was read is intact" in said
+    printed = capsys.readouterr().out  # the job is over, and its agents may have left
+    assert "intact" in printed or "all that was read is intact" in printed
     assert results.all_warnings == []
 
 
@@ -140,8 +140,8 @@ def test_copies_on_one_host_are_warned_of_and_counted(
     """Two roots on one host without domains: the save warns once, and `ls` and `status` count hosts."""
     cluster = cluster_of(2, environment={DOMAIN_ENV: ""})
     results = cluster.launch([save("step-1"), load("latest")], nodes=[0, 1])
-    (said,) = results.all_warnings
-    assert "the 2 nodes of this save are on 1 host" in said
+    (warning,) = results.all_warnings
+    assert "the 2 nodes of this save are on 1 host" in warning
     root = str(cluster.nodes[0].root)
     for verb in ("ls", "status"):
         main([verb, "--root", root])
@@ -164,8 +164,8 @@ def test_a_save_keeps_user_files_in_its_directory(cluster_of: ClusterOf) -> None
     replacing = save("step-3", seed=7)
     again = cluster.launch([replacing, load("step-3"), save("step-3", seed=7)], nodes=[0, 1])
     assert again.of(state.load).digests() == again.of(replacing)
-    (told,) = again.all_warnings  # this job has not loaded or saved that run before
-    assert "this save replaces the checkpoint 'step-3' of run" in told
+    (warning,) = again.all_warnings  # this job has not loaded or saved that run before
+    assert "this save replaces the checkpoint 'step-3' of run" in warning
     assert not (cluster.nodes[0].root / "step-1").exists()
     for checkpoint_id in ("step-1", "step-3"):
         assert (cluster.nodes[1].root / checkpoint_id / "tokenizer" / "vocab.txt").read_text() == checkpoint_id
@@ -214,8 +214,8 @@ def test_a_save_whose_groups_were_destroyed_is_named(cluster_of: ClusterOf, ends
     """
     cluster = cluster_of(2)
     destroying = call(saving.destroy_groups_behind_a_save, ends_before=ends_before)
-    for said in cluster.run(destroying, nodes=[0, 1]):
-        assert ("'step-2' is lost" in said and "before destroy_process_group" in said) != ends_before
+    for message in cluster.run(destroying, nodes=[0, 1]):
+        assert ("'step-2' is lost" in message and "before destroy_process_group" in message) != ends_before
     there = {"step-1", "step-2"} if ends_before else {"step-1"}
     assert [node.checkpoints() for node in cluster.nodes] == [there] * 2
     for name in there:

@@ -71,15 +71,15 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 def test_only_what_changes_is_written_and_sent(cluster_of: ClusterOf, ranks: int, how: dict[str, Any]) -> None:
     """From the fourth save on, owner and buddy write and send only changed bytes, by inodes and by the ranks' counts."""
     cluster, steps = cluster_of(2), list(range(6))
-    told = cluster.run(call(unchanged.save_frozen, steps=steps, **how), nodes=[0, 1], ranks=ranks)
+    results = cluster.run(call(unchanged.save_frozen, steps=steps, **how), nodes=[0, 1], ranks=ranks)
     assert [are_linked(cluster, step, step - 1) for step in steps[3:]] == [True, True, True]
     shared = {name: value for name, value in how.items() if name == "state"}
     changed = CHANGED if shared else CHANGED * 2 * ranks
     for node in cluster.nodes:
         assert changed <= new_bytes(node.disk, 5, range(5)) < 1.05 * changed
-    assert sum(one[-1]["sent"] for one in told) < 1.05 * changed
-    assert sum(one[-1]["linked"] for one in told) >= (FROZEN if shared else FROZEN * 2 * ranks)
-    assert all(save["warned"] == [] and save["made"] == 2 for one in told for save in one[1:])
+    assert sum(one[-1]["sent"] for one in results) < 1.05 * changed
+    assert sum(one[-1]["linked"] for one in results) >= (FROZEN if shared else FROZEN * 2 * ranks)
+    assert all(save["warned"] == [] and save["made"] == 2 for one in results for save in one[1:])
     check(cluster, steps, 2 * ranks, **shared)
 
 
@@ -89,8 +89,8 @@ def test_replicas_are_copied_from_memory_if_little_stays_unchanged(cluster_of: C
     """
     cluster, steps = cluster_of(2), list(range(6))
     mask = {"is_replicated": True, "frozen": 1 << 18, "trained": 1 << 20}
-    told = cluster.run(call(unchanged.save_frozen, steps=steps, state=mask), nodes=[0, 1])
-    assert sum(one[-1]["sent"] for one in told) < 1 << 20
+    results = cluster.run(call(unchanged.save_frozen, steps=steps, state=mask), nodes=[0, 1])
+    assert sum(one[-1]["sent"] for one in results) < 1 << 20
     assert files_of(cluster, 5) == {}
     check(cluster, steps, 2, state=mask)
 
