@@ -27,7 +27,7 @@ PLAIN, TLS = "plain", "TLS"
 _TIMEOUT_S = 300.0
 _CASE = our_case(2)
 Sample = Mapping[str, float]
-Samples = Mapping[str, Mapping[str, list[Sample]]]  # by way, by work
+Samples = Mapping[str, Mapping[str, list[Sample]]]  # by way, then by work
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from benchmarks.suites.saving import Case
 from benchmarks.suites.setup import Setup, cluster_on
 from tests.harness.cluster import call
 
-SHARE = 0.1  # of the time for all suites
+SHARE = 0.1  # share of the time of all suites
 ALONE, STOCK = "no saves", "stock, async_save"
 CASES: tuple[Case, ...] = (
     {"name": ALONE, "way": "none", "options": {}},

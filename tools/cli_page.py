@@ -12,8 +12,8 @@ from replicated_ckpt.environment import ROOT_ENV
 
 BEGIN, END = "<!-- help: begin -->", "<!-- help: end -->"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse asks for both when it prints
-os.environ.pop(ROOT_ENV, None)  # with it `--root` is optional
+os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse reads both when it prints
+os.environ.pop(ROOT_ENV, None)  # if it is set, `--root` is optional
 
 
 COMMON = "options of several verbs"

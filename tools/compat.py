@@ -129,7 +129,7 @@ READS: Mapping[str, Callable[[Path], None]] = {
 
 def read_all(roots: Sequence[Path]) -> int:
     """Reads what each version wrote, in each way. Prints each result and returns the number of failures."""
-    from torch.distributed.checkpoint import CheckpointException  # a BaseException
+    from torch.distributed.checkpoint import CheckpointException  # not an Exception
 
     failed = 0
     for root in roots:

@@ -63,7 +63,7 @@ def record(command: Sequence[str]) -> tuple[Cast, int]:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # Linux reports EIO once the last process has closed its end
+    except OSError:  # Linux returns EIO after the last process has closed the terminal
         return b""
 
 

@@ -30,12 +30,12 @@ from benchmarks.rank.ways import context_nodes, is_first_of_node, shared_directo
 from tests.harness.namespaces import mount_privately
 from tests.steps.context import Context
 
-_BUFFER_BYTES = 128 << 20  # of one rank; what is not used is cut off
+_BUFFER_BYTES = 128 << 20  # for one rank; the unused rest is cut off
 _REPLICATED_WITHIN_S = 90.0
 _METADATA, _COMMON = ".metadata", "common.pt"
 
 
-class _Replication(ReplicationManager):  # type: ignore[misc]  # it has no types
+class _Replication(ReplicationManager):  # type: ignore[misc]  # the package has no types
     """Keeps the futures of copies that are being sent, which the saver drops."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Flashpoint:
         logging.getLogger("ml_flashpoint").setLevel(logging.ERROR)
         os.environ["NNODES"] = str(context_nodes(context))
         self._context = context
-        self._home = shared_directory(context) / "flashpoint"  # of the own node, once it is mounted
+        self._home = shared_directory(context) / "flashpoint"  # this node's folder, after the mount
         disk = shared_directory(context) / f"flashpoint-{context.node}"
         for folder in (self._home, disk):
             folder.mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ class Flashpoint:
             initial_buffer_size_bytes=_BUFFER_BYTES,
         )
         shared: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        shared.set_result(multiprocessing.dummy.Manager())  # nothing is written by other processes here
+        shared.set_result(multiprocessing.dummy.Manager())  # no other process writes here
         self._writer = MemoryStorageWriter(self._saver, shared)
         self._step = 0
 

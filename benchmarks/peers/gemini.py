@@ -43,7 +43,7 @@ class LmResiliency:
         self._saver.save(state.local_tensors(), self._step)
         self._saver.maybe_wait()
         self._saver.finalize_replication()
-        self._saver.flush_to_disk(self._step)  # by itself it writes the step before
+        self._saver.flush_to_disk(self._step)  # the manager itself flushes only the previous step
         self._saver._disk.wait()  # noqa: SLF001 - it has no public call that waits for the disk
 
     def settle(self, name: str) -> None:

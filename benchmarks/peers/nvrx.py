@@ -22,7 +22,7 @@ from benchmarks.rank.ways import is_first_of_node, shared_directory
 from tests.steps.context import Context
 
 
-class CpuStateDict(BasicTensorAwareStateDict):  # type: ignore[misc]  # it has no types
+class CpuStateDict(BasicTensorAwareStateDict):  # type: ignore[misc]  # the package has no types
     """Keeps tensors on the CPU."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:

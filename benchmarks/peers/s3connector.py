@@ -21,7 +21,9 @@ class S3Connector(StockBucket):
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         super().__init__(url, storage_options)
-        os.environ["AWS_ACCESS_KEY_ID"] = storage_options["key"]  # it looks for them nowhere else
+        os.environ["AWS_ACCESS_KEY_ID"] = storage_options[
+            "key"
+        ]  # the client reads credentials only from the environment
         os.environ["AWS_SECRET_ACCESS_KEY"] = storage_options["secret"]
         os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
         self._endpoint = storage_options["client_kwargs"]["endpoint_url"]

@@ -69,7 +69,7 @@ class Ours:
         self._planner = planner
         self._copies = min(int(options.get("copies", 2)), context_nodes(context))
         self._writer = ReplicatedWriter(context.root, **options)
-        self.remote_bytes = 0  # of this rank's last load
+        self.remote_bytes = 0  # bytes from peers in this rank's last load
 
     def save(self, state: State, name: str) -> None:
         dcp.save(state.values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)

@@ -13,7 +13,7 @@ from benchmarks.suites.setup import Setup, cluster_on
 from tests.buckets.servers import Server, moto_server, radosgw_server
 from tests.buckets.servers import Unavailable as NoServer
 
-SHARE = 0.07  # of the time for all suites
+SHARE = 0.07  # share of the time of all suites
 STOCK_BUCKET = "stock FsspecWriter (s3fs)"
 _BUCKET = "bench"
 _SIZE_BYTES_MAX = {"radosgw": 256 << 20, "moto": 16 << 20}  # moto copies the whole object for each range read

@@ -13,7 +13,7 @@ from benchmarks.suites.setup import Setup, Unavailable, scratch_folder
 from tests.harness.cluster import Cluster
 from tests.harness.network import AGENTS, network_of, why_no_network
 
-SHARE = 0.13  # of the time for all suites
+SHARE = 0.13  # share of the time of all suites
 NODES, RANKS = 2, 1
 _SIZE_BYTES_MAX = 400 << 20
 _DISK_SLACK_BYTES = 160 << 20  # for the file system itself and the files of the warm-up

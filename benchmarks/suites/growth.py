@@ -8,9 +8,9 @@ from benchmarks.suites.results import Row
 from benchmarks.suites.saving import STOCK, Case, our_case, saved_and_loaded, stock_case
 from benchmarks.suites.setup import Setup
 
-SHARE = 0.15  # of the time for all suites
+SHARE = 0.15  # share of the time of all suites
 SIZES = (1, 4, 16)
-RANKS = ((1, 1), (2, 1), (2, 2), (2, 4))  # nodes, and ranks on each
+RANKS = ((1, 1), (2, 1), (2, 2), (2, 4))  # nodes, and ranks per node
 ITEMS = (100, 1_000, 10_000, 100_000)
 COPIES = (1, 2, 3)
 _ITEM_BYTES = 4 << 10

@@ -16,7 +16,7 @@ from benchmarks.suites.setup import Setup, cluster_on, setups
 from tests.harness.cluster import ByRank, Call, Cluster, call
 from tests.harness.launch import T
 
-SHARE = 0.22  # of the time for all suites
+SHARE = 0.22  # share of the time of all suites
 ALL_LOCAL = "ours, all local"
 STARTS_AGENTS = "ours, all local, agents start with it"
 SHRUNK = "ours, a node lost, the others load"

@@ -13,7 +13,7 @@ from benchmarks.suites.saving import (
 )
 from benchmarks.suites.setup import cluster_on, setups
 
-SHARE_OF_PARTS = 0.2  # of the time for all suites
+SHARE_OF_PARTS = 0.2  # share of the time of all suites
 _SAVES_BEFORE = 3
 """The fourth save is the first that links."""
 _CHECKPOINTS = 5  # one of stock's, and two with two copies each

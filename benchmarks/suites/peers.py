@@ -12,7 +12,7 @@ from benchmarks.suites.saving import STOCK, Case, our_case, stock_case
 from benchmarks.suites.setup import Setup, cluster_on
 from tests.harness.cluster import call
 
-SHARE = 0.1  # of the time for all suites
+SHARE = 0.1  # share of the time of all suites
 _SIZE_BYTES_MAX = 256 << 20
 _GRACE_S = 120.0
 

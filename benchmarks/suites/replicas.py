@@ -5,7 +5,7 @@ from benchmarks.suites.results import Row
 from benchmarks.suites.saving import Case, kept_case, saved_and_loaded, stock_case
 from benchmarks.suites.setup import setups
 
-SHARE_OF_REPLICAS = 0.3  # of the time for all suites
+SHARE_OF_REPLICAS = 0.3  # share of the time of all suites
 _KINDS = ("ddp", "hsdp")
 
 

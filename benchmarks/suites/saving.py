@@ -11,7 +11,7 @@ from benchmarks.suites.setup import Setup, cluster_on, setups
 from tests.harness.cluster import Cluster, call
 
 STOCK = "stock FileSystemWriter"
-SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # of the time for all suites
+SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # share of the time of all suites
 SMALL_ITEM_BYTES = 4 << 10
 _GRACE_S = 600.0
 _SAVES_BEFORE = 2

@@ -196,7 +196,7 @@ def test_accelerate_resumes_after_a_node_loss(
     require("accelerate")
     with run_both("accelerate_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step",), begins)
-        assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit
+        assert not (disturbed.root(1) / "checkpoint-4").exists()  # removed, because of total_limit
 
 
 @pytest.mark.parametrize("disturb", [raise_in_a_step, preempt])

@@ -176,7 +176,9 @@ def fit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fit]:
         "lightning, fsdp2": partial(fit_with_lightning, shards=True),
     }
     try:
-        with patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port):  # Lightning sets more
+        with patch.dict(
+            os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        ):  # undoes Lightning's changes to the environment, too
             yield fits[request.param]
         stores = list(tmp_path.rglob("store"))
         assert stores

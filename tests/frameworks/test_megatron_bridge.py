@@ -27,7 +27,7 @@ def test_megatron_bridge_resumes_after_a_node_loss(tmp_path: Path) -> None:
             wait_for(partial(keeps_at_most, store), 45, f"older checkpoints are removed from {store}")
         assert (
             disturbed.root(1) / "latest_train_state.pt"
-        ).exists()  # on the blank node; Bridge writes it on the first
+        ).exists()  # restored on the blank node; Bridge writes it only on the first node
         assert not (undisturbed.root(1) / "latest_train_state.pt").exists()
 
 

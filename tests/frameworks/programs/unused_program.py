@@ -84,7 +84,7 @@ def transformers(root: Path, begin: int, end: int) -> tuple[nn.Module, list[str]
 
     heads = Heads()
     options: dict[str, Any] = {"max_steps": end, "save_steps": SAVED, "report_to": [], "remove_unused_columns": False}
-    options["lr_scheduler_type"] = "constant"  # others depend on max_steps
+    options["lr_scheduler_type"] = "constant"  # other schedules depend on max_steps
     arguments = TrainingArguments(str(root.parent / "out"), use_cpu=True, disable_tqdm=True, **options)
     data = [{"x": torch.zeros(1)} for _ in range(64)]
     job = Job(heads, arguments, train_dataset=data, replicated_root=root, writer_options={"copies": 1})

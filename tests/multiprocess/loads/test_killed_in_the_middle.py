@@ -13,7 +13,7 @@ pytestmark = pytest.mark.fault
 COUNT = 6  # MiB for each rank
 LARGE = 16  # MiB for each rank, more than the ranks fetch ahead
 SOON_S = 10.0
-SLOW_COPIES = {"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}  # no copy is made between the two loads
+SLOW_COPIES = {"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}  # too slow for a copy between the two loads
 
 
 def test_a_killed_rank_fails_the_load_on_all_other_ranks(cluster_of: ClusterOf) -> None:

@@ -76,7 +76,7 @@ def test_models_parallel_in_every_way_survive_a_node(cluster_of: ClusterOf) -> N
     loads.
     """
     kinds = ["hsdp1", "tensor_parallel", "two_dimensional"]
-    if torch.__version__ >= TorchVersion("2.13"):  # FSDP2 of torch 2.7 cannot train so on gloo and CPU
+    if torch.__version__ >= TorchVersion("2.13"):  # on CPU with gloo, FSDP2 of torch 2.7 cannot train with HSDP
         kinds.append("hsdp")
     load = call(state.load, kinds=kinds, checkpoint_id="step-1")
     cluster = cluster_of(2)

@@ -71,7 +71,7 @@ def test_a_checkpoint_slimmed_on_one_node_loads_from_the_other(cluster_of: Clust
     assert results.of(weights).agreed() == [True]
     assert results.of(everything).agreed() is True
     cluster.stop_agents()
-    (second.root / "step-1" / "__0_1.distcp").unlink()  # now no node has all of it
+    (second.root / "step-1" / "__0_1.distcp").unlink()  # now no node has the whole optimizer
     results = cluster.launch([weights, everything], nodes=[0, 1])
     assert results.of(weights).agreed() == [True]
     assert results.of(everything).agreed() == [["OptimizerDropped", "step-2"]]

@@ -129,7 +129,7 @@ def test_ids_of_any_characters_work_on_all_nodes(cluster_of: ClusterOf, capsys: 
     listed = capsys.readouterr().out
     assert all(checkpoint_id in listed for checkpoint_id in ids[2:])
     assert main(["verify", "--root", root, ids[3]]) in (ExitCode.OK, ExitCode.UNREACHABLE)
-    printed = capsys.readouterr().out  # the job is over, and its agents may have left
+    printed = capsys.readouterr().out  # the job is over; its agents may have exited
     assert "intact" in printed or "all that was read is intact" in printed
     assert results.all_warnings == []
 
