@@ -20,7 +20,7 @@ def test_every_resume_after_a_kill_passes(way: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("target", bench.NEEDS)
 def test_every_resume_of_a_framework_passes(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As above, for a program of ckpt-chaos with our class in place of the framework's own."""
+    """The same for ckpt-chaos' own programs, with our class instead of the framework's."""
     require(bench.NEEDS[target])
     assert bench.main(["--targets", target, "--ranks", "2"]) == 0
     assert f"| {target} | " in capsys.readouterr().out
