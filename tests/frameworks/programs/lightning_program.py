@@ -99,7 +99,7 @@ def main() -> None:
     inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
     data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
     if arguments.strategy == "ddp":
-        strategy: Any = ReplicatedDDPStrategy(root=arguments.root, find_unused_parameters=True)  # see docs/frameworks.md
+        strategy: Any = ReplicatedDDPStrategy(root=arguments.root, find_unused_parameters=True)  # docs/frameworks.md
     else:
         strategy = ReplicatedModelParallelStrategy(
             root=arguments.root, data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
