@@ -45,7 +45,7 @@ RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "peers": peers_suite,
     "stall": stall_suite,
 }
-INTERRUPTED = 130  # as a shell has it
+INTERRUPTED = 130  # as a shell returns it
 _REPORT_CHARACTERS = 6_000
 
 
@@ -67,11 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(options: Options) -> Results:
-    """All suites that were asked for. One that cannot run here is named among what was skipped."""
-    before = signal.signal(signal.SIGTERM, _interrupted)  # nothing of ours is left then either
+    """Runs all requested suites. A suite that cannot run on this machine is listed in `skipped`, with the reason."""
+    before = signal.signal(signal.SIGTERM, _interrupted)  # SIGTERM cleans up as well
     results = Results(described(options), {name: str(value) for name, value in asdict(options).items()})
     for name in remove_stale_files([TMPFS, options.disk]):
-        print(f"removed what a killed run had left: {name}", file=sys.stderr)
+        print(f"removed the remains of a killed run: {name}", file=sys.stderr)
     try:
         for suite in (name for name in SUITES if name in options.suites):
             start = time.monotonic()
@@ -79,12 +79,12 @@ def measured(options: Options) -> Results:
                 results.rows += RUN[suite](options)
             except Unavailable as exc:
                 results.skipped.append(f"{suite}: {exc}")
-            except AssertionError as exc:  # ranks failed; what the other suites measure is not lost with them
+            except AssertionError as exc:  # ranks failed; the other suites' results are kept
                 print(str(exc)[-_REPORT_CHARACTERS:], file=sys.stderr)
                 results.failed.append(suite)
             print(f"{suite}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it was killed then
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the zygote is then killed
             stop_the_zygotes()
         signal.signal(signal.SIGTERM, before)
     return results

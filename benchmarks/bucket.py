@@ -3,8 +3,8 @@
     python -m benchmarks.bucket [--quick] [--mib 512] [--rounds 5] [--json FILE] [--server moto]
     python -m benchmarks.bucket --agent-memory [--mib 2048]
 
-Each case runs in a process of its own, once in each round, in an order that differs between rounds; the table has the
-medians. MB is 10^6 bytes, `--mib` counts 2^20.
+Each case runs once per round in its own process, in an order that differs by round. The table has the medians. MB is
+10^6 bytes, and `--mib` counts 2^20 bytes.
 """
 
 import argparse

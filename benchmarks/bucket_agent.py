@@ -21,7 +21,9 @@ _UPLOAD_TIMEOUT_S = 600.0
 
 
 def is_within_bounds(server: Server, bucket: str, directory: Path, mib: int) -> bool:
-    """Has an agent upload a shard of so many MiB, prints what it took, and says whether its memory stayed in bounds."""
+    """An agent uploads a shard of `mib` MiB. Prints its time and memory, and returns whether the memory stayed in
+    bounds.
+    """
     target = ObjectTarget(f"s3://{bucket}/agent", server.storage_options())
     _saved(LocalStore(directory / "node"), target.url, mib << 20)
     with running_agent(directory / "node") as agent, agent.client() as client:
@@ -40,7 +42,7 @@ def is_within_bounds(server: Server, bucket: str, directory: Path, mib: int) -> 
 
 
 def _saved(store: LocalStore, url: str, data_bytes: int) -> None:
-    """Commits a checkpoint of one shard in the node's store, to be uploaded by its agent."""
+    """Commits a checkpoint of one shard in the node's store, for its agent to upload."""
     node_id = store.node_id()
     store.begin(Intent(_SAVE_ID, _CHECKPOINT_ID, "benchmark", overwrite=False))
     table = written_shard(store.path_of_staged(_SAVE_ID, _SHARD), data_bytes)

@@ -1,4 +1,4 @@
-"""One measurement against a bucket in a process of its own, as peak memory is one of the process.
+"""One measurement against a bucket, in its own process, because the kernel counts peak memory by process.
 
 Takes a Job as JSON on standard input and prints a Sample as JSON.
 """
@@ -58,14 +58,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one run of a case took. `extra_peak_bytes` is beyond what the process had with everything imported."""
+    """The cost of one run of a case. `extra_peak_bytes` is the peak beyond the memory of the process after its imports."""
 
     seconds: float
     cpu_s: float
     extra_peak_bytes: int
 
 
-# Each case connects, does something small, and returns the work to be measured.
+# Each case connects, does a small request, and returns the work to be measured.
 
 
 def s3fs_put(job: Job, **how: Any) -> Work:
@@ -173,7 +173,7 @@ READS: Mapping[str, Callable[[Job], Work]] = {
 
 
 def measured(work: Work) -> Sample:
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the process's peak
     before = _status_bytes("VmRSS")
     cpu_s, start_s = _cpu_s(), time.perf_counter()
     work()

@@ -1,8 +1,8 @@
-"""What TLS costs: the same saves and loads on two clusters of two nodes, with an emulated link, one of them `--plain`.
+"""The cost of TLS: the same saves and loads on two clusters with emulated links, one with TLS and one `--plain`.
 
     python -m benchmarks.encryption [--gbit 10] [--ranks 1] [--mib 512] [--rounds 5]
 
-Needs root. Stores lie in memory, so that no disk hides what encryption takes; rounds go to the two clusters in turn.
+Needs root. Stores are in memory, so that no disk hides the cost of encryption. The two clusters take turns.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PLAIN, TLS = "plain", "TLS"
 _TIMEOUT_S = 300.0
 _CASE = our_case(2)
 Sample = Mapping[str, float]
-Samples = Mapping[str, Mapping[str, list[Sample]]]  # by way, by work
+Samples = Mapping[str, Mapping[str, list[Sample]]]  # by way, then by work
 
 
 def main() -> int:
@@ -83,7 +83,7 @@ def _linked(way: str, bytes_per_s: float, needed_bytes: int) -> Iterator[Cluster
         cluster = Cluster(folder / "cluster", NODES, quick_exit=True, environment=environment)
         (cluster.base / "shared").mkdir()
         made.enter_context(network_of(cluster))
-        made.enter_context(cluster)  # it is closed first
+        made.enter_context(cluster)  # closed before the network
         for node in cluster.nodes:
             limit_link(str(node.netns), bytes_per_s)
         yield cluster

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: machine, versions, commit."""
+"""The machine, versions and commit of a benchmark's run."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ def described(options: Options) -> dict[str, object]:
 
 
 def installed(distribution: str) -> str | None:
-    """Its version here."""
+    """The installed version, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -48,7 +48,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """Short, with a plus if the tree differs from it; "unknown" outside of a clone."""
+    """The short commit, with a plus if the tree has changes. "unknown" outside of a clone."""
     try:
         command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10"]
         done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False, timeout=30)

@@ -1,4 +1,4 @@
-"""What a run of the benchmark is asked for on the command line."""
+"""The command line options of the benchmark."""
 
 import argparse
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _PARALLEL_EXAMPLE = "save,load"
 
 @dataclass(frozen=True)
 class Options:
-    """`rounds` is the most that a case gets; `seconds` is about what all suites together may take."""
+    """`rounds` is the largest number of rounds of a case. `seconds` is about the time of all suites together."""
 
     suites: tuple[str, ...]
     media: tuple[str, ...]

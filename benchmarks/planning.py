@@ -1,10 +1,10 @@
-"""The coordinator's work for many ranks and items, simulated with synthetic plans: ours compared with stock torch's.
+"""The coordinator's work for many ranks and items, with synthetic plans: ours compared with stock torch's.
 
     python -m benchmarks.planning [--ranks 64,256,1024] [--items 10000,100000] [--nodes 1000] [--quick] [--json FILE]
 
-Grows the ranks with the least of the items, then the items with the least of the ranks, and prints for each step the
-CPU seconds, the nanoseconds an item (or a rank), the exponent of growth (1.0: linear) and the peak of its memory. Then it
-opens and publishes a save on so many fake agents, with none and with 50 of them hanging.
+Varies the ranks with the fewest items, then the items with the fewest ranks. Prints for each step the CPU time, the
+nanoseconds per item or rank, the exponent of growth (1.0 is linear) and the peak memory. Then opens and publishes a save
+on `--nodes` fake agents, with none and with 50 of them hanging.
 """
 
 import argparse
@@ -52,12 +52,10 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--ranks-per-node", type=int, default=8, help="1 is the most work for one number of ranks")
     parser.add_argument("--nodes", type=int, default=1000, help="fake agents that a save is published on")
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is taken")
+    parser.add_argument("--rounds", type=int, default=3, help="each time is the best of so many")
     parser.add_argument("--no-memory", action="store_true", help="do not run each step again to trace its memory")
-    parser.add_argument(
-        "--quick", action="store_true", help="does it run? a few seconds; the figures count for nothing"
-    )
-    parser.add_argument("--json", type=Path, help="write what was measured there")
+    parser.add_argument("--quick", action="store_true", help="only a test that everything runs, in a few seconds")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
     options = parser.parse_args()
     if options.quick:
         options.ranks, options.items, options.nodes, options.rounds = [8, 32], [64, 256], 20, 1
@@ -69,7 +67,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(world: World, rounds: int, *, with_memory: bool) -> Measured:
-    """The best time of each step: others use the machine, too."""
+    """The best time of each step, because other processes use the machine too."""
     runs = [measured(world, with_memory=with_memory and not at) for at in range(rounds)]
     best = runs[0]
     best.seconds = {name: min(run.seconds[name] for run in runs) for name in best.seconds}
@@ -92,7 +90,7 @@ def _print_growth(title: str, runs: Sequence[Measured]) -> None:
 
 
 def _exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Of the power of its size that a step takes: the slope of a line through the logarithms."""
+    """The exponent of growth: the slope of a line through the logarithms of size and time."""
     if len(set(sizes)) < 2:
         return math.nan
     return statistics.linear_regression([math.log(n) for n in sizes], [math.log(t) for t in seconds]).slope

@@ -1,4 +1,4 @@
-"""A thousand fake agents: one process that answers every request 10 ms later, and nodes that never answer."""
+"""Fake agents: one process that answers every request after 10 ms, and a port that never answers."""
 
 import contextlib
 import socket
@@ -38,8 +38,8 @@ asyncio.run(main())
 
 
 @contextlib.contextmanager
-def willing() -> Iterator[int]:
-    """The port on which all agents that answer listen."""
+def answering_agents() -> Iterator[int]:
+    """The port of all agents that answer."""
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -49,15 +49,15 @@ def willing() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def hanging() -> Iterator[int]:
-    """A port on which connections are taken and nothing is ever answered, as by a stopped process."""
+def hanging_agents() -> Iterator[int]:
+    """A port that accepts connections and never answers, like a stopped process."""
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as server:
         yield server.getsockname()[1]
 
 
 def published(nodes: int, hung: int, metadata_bytes: int) -> tuple[float, float, float]:
-    """Seconds to open a save, to publish it, and the bytes that left the coordinator, in MB."""
-    with willing() as port, hanging() as silent:
+    """Opens and publishes a save. Returns the seconds for each, and the MB that the coordinator sent."""
+    with answering_agents() as port, hanging_agents() as silent:
         addresses = [address(f"{at:012x}", silent if 0 < at <= hung else port) for at in range(nodes)]
         cluster = AgentCluster(addresses, addresses[0].node_id)
         with _counted() as sent:
@@ -73,7 +73,7 @@ def published(nodes: int, hung: int, metadata_bytes: int) -> tuple[float, float,
 
 @contextlib.contextmanager
 def _counted() -> Iterator[list[int]]:
-    """The sizes of what is sent while the block runs, by any thread of this process."""
+    """The sizes of all data that any thread of this process sends during the block."""
     sent: list[int] = []
     lock, original = threading.Lock(), socket.socket.sendall
 

@@ -1,4 +1,4 @@
-"""The steps of a coordinator, each timed and its memory traced, ours and stock torch's."""
+"""Times the coordinator's steps and traces their memory, ours and stock torch's."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks import planning_world as synthetic
-from benchmarks.planning_world import WillingNodes, World
+from benchmarks.planning_world import FakeNodes, World
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decode_manifest
@@ -41,9 +41,10 @@ SAVE_ID = "0123456789abcdef" * 2
 
 @dataclass
 class Measured:
-    """What the steps of one world took: CPU seconds and peak of traced memory, and sizes of what came out, in bytes.
+    """The cost of each step of one world: CPU seconds, peak of traced memory, and sizes of the results in bytes.
 
-    CPU time of the whole process, as others may use the machine meanwhile; no step waits for anything but this process.
+    CPU seconds are those of the whole process, because other processes may use the machine. The steps wait only for
+    this process.
     """
 
     world: World
@@ -58,7 +59,7 @@ class _Steps:
         self._with_memory = with_memory
 
     def __call__(self, name: str, step: Callable[[], T]) -> T:
-        """The step's result. It is run twice if memory is asked for: tracing takes time."""
+        """Runs a step and returns its result. Runs it a second time to trace memory, because tracing takes time."""
         gc.collect()
         began = time.process_time()
         result = step()
@@ -72,7 +73,7 @@ class _Steps:
 
 
 def measured(world: World, *, with_memory: bool) -> Measured:
-    """Every step of a save's coordinator and of a load in this world."""
+    """Every step of a save's coordinator, and of a load, in this world."""
     steps = _Steps(world, with_memory=with_memory)
     with warnings.catch_warnings(), _scratch() as scratch:
         warnings.simplefilter("ignore")
@@ -85,7 +86,7 @@ def measured(world: World, *, with_memory: bool) -> Measured:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    memory = Path("/dev/shm")  # no disk, so that only the work is measured
+    memory = Path("/dev/shm")  # no disk, so that only CPU time matters
     path = Path(tempfile.mkdtemp(prefix=f"rckpt-bench-{os.getpid()}-", dir=memory if memory.is_dir() else None))
     try:
         yield path
@@ -100,7 +101,9 @@ def _decide(steps: _Steps, world: World) -> SaveDecision:
 
 
 def _tell(steps: _Steps, world: World, decision: SaveDecision) -> None:
-    """Posts of all ranks and the decision over a real TCPStore; the ranks' part is one rank's, times their number."""
+    """Sends the posts of all ranks and the decision over a real TCPStore. One rank's reading of the decision is
+    measured.
+    """
     timeout = timedelta(seconds=60)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     board = Blackboard(dist.PrefixStore("bench", server), 0, world.ranks)
@@ -111,8 +114,8 @@ def _tell(steps: _Steps, world: World, decision: SaveDecision) -> None:
     posts = steps("read posts", lambda: board.posts("save", 30.0))
     steps("tell decision", lambda: board.decide("save", posts, decision.to_json()))
     last = Blackboard(dist.PrefixStore("bench", client), world.ranks - 1, world.ranks)
-    told = steps("a rank: decision", lambda: SaveDecision.from_json(last.decision("save", nonces[-1], 30.0)))
-    steps.measured.sizes["decision"] = len(json.dumps(told.to_json()))
+    read = steps("a rank: decision", lambda: SaveDecision.from_json(last.decision("save", nonces[-1], 30.0)))
+    steps.measured.sizes["decision"] = len(json.dumps(read.to_json()))
 
 
 def _plan(steps: _Steps, world: World) -> tuple[Metadata, list[list[WriteResult]]]:
@@ -144,8 +147,8 @@ def _finish(
 
     store, config = LocalStore(scratch / "ours"), ReplicatedWriter(scratch / "ours").config
     found = synthetic.receipts(world, decision)
-    nodes = WillingNodes(synthetic.held_by_node(found))
-    store.node_id()  # makes the store
+    nodes = FakeNodes(synthetic.held_by_node(found))
+    store.node_id()  # creates the store
     store.begin(decision.intent)
 
     def finished() -> None:
@@ -162,14 +165,14 @@ def _finish(
 def _finish_again(
     steps: _Steps,
     store: LocalStore,
-    nodes: WillingNodes,
+    nodes: FakeNodes,
     decision: SaveDecision,
     config: WriterConfig,
     receipts: list[Receipt],
     metadata: Metadata,
     results: list[list[WriteResult]],
 ) -> None:
-    """A save whose layout is that of the one before: each rank has sent a reference to its results."""
+    """A save with the previous save's layout: each rank sends a reference instead of its results."""
     layouts, ranks = CachedLayouts(), [CachedLayouts() for _ in results]
     whole = [rank.refer(list(own), SAVE_ID, "") for rank, own in zip(ranks, results, strict=True)]
     commit_save(store, nodes, decision, config, receipts, replace(metadata), whole, layouts=layouts)
@@ -184,7 +187,7 @@ def _finish_again(
     steps("finish, layout kept", finished)
 
 
-def _load(steps: _Steps, nodes: WillingNodes) -> None:
+def _load(steps: _Steps, nodes: FakeNodes) -> None:
     steps("read metadata", lambda: decode_metadata_file(nodes.metadata, "here"))
     manifest = decode_manifest(nodes.manifest, "here")
     holdings = synthetic.holdings(manifest)
@@ -201,7 +204,7 @@ def _load(steps: _Steps, nodes: WillingNodes) -> None:
     steps.measured.sizes["survey"] = len(raw)
 
     def received() -> Sequence[str]:
-        told = Survey.from_json(json.loads(raw))
-        return told.found.list_missing({name: entry.size_bytes for name, entry in told.manifest.shards.items()})
+        read = Survey.from_json(json.loads(raw))
+        return read.found.list_missing({name: entry.size_bytes for name, entry in read.manifest.shards.items()})
 
     steps("a rank: survey", received)

@@ -1,4 +1,4 @@
-"""A save of many ranks and items as its coordinator sees it: synthetic plans, posts, receipts and results."""
+"""Synthetic plans, posts, receipts and results of a save with many ranks and items."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _KINDS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks, on how many nodes, write how many items in all."""
+    """The number of ranks, of items over all ranks, and of ranks per node."""
 
     ranks: int
     items: int
@@ -37,11 +37,11 @@ class World:
 
     @property
     def tensors(self) -> int:
-        """Each is cut into one chunk a rank, as FSDP2 does."""
+        """The number of tensors. Each has one chunk per rank, as with FSDP2."""
         return max(1, self.items // self.ranks)
 
     def node_of(self, rank: int) -> str:
-        """As random as in a job: what names nodes is compressed on its way."""
+        """The rank's node id, as random as in a job, because messages with node ids are compressed."""
         return hashlib.sha256(f"node {rank // self.ranks_per_node}".encode()).hexdigest()[:12]
 
 
@@ -67,7 +67,7 @@ def _names(world: World) -> list[str]:
 
 
 def plans(world: World) -> list[SavePlan]:
-    """A plan of each rank, none sharing an object with another, as they arrive from other processes."""
+    """A plan for each rank. The plans share no objects, as plans from other processes."""
     return [plan_of(world, rank) for rank in range(world.ranks)]
 
 
@@ -88,7 +88,7 @@ def _item(name: str, rank: int, world: World) -> WriteItem:
 
 
 def results(plans_of_ranks: Sequence[SavePlan]) -> list[list[WriteResult]]:
-    """What each rank reports of its writes; `plans_of_ranks` are the planner's, in which items know their place."""
+    """The write results of each rank. `plans_of_ranks` are the planner's plans, whose items have their final index."""
     return [
         [
             WriteResult(item.index, ROWS * 8192, StorageInfo(f"__{rank}_0.distcp", at * ROWS * 8192, ROWS * 8192))
@@ -108,7 +108,7 @@ def receipts(world: World, decision: SaveDecision) -> list[Receipt]:
 
 
 def holdings(manifest: Manifest) -> list[Holding]:
-    """What a survey finds when every node holds what it should."""
+    """What a survey finds if every node holds all its shards."""
     sizes: dict[str, dict[str, int]] = {node.node_id: {} for node in manifest.nodes}
     for name, entry in manifest.shards.items():
         for node in entry.holders:
@@ -119,8 +119,8 @@ def holdings(manifest: Manifest) -> list[Holding]:
     ]
 
 
-class WillingNodes:
-    """All nodes of a save, which do what they are told in no time and keep what they were sent."""
+class FakeNodes:
+    """Fakes all nodes of a save: they do everything at once, and keep the last manifest and metadata."""
 
     def __init__(self, held_by_node: Mapping[str, Sequence[str]]) -> None:
         self.manifest = self.metadata = b""

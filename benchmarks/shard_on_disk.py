@@ -1,4 +1,4 @@
-"""Shards as the package writes them, of any size, made in little memory and without torch."""
+"""Shards of any size in the package's format, made with little memory and without torch."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def written_shard(path: Path, size_bytes: int) -> BlockTable:
-    """Writes a shard with `size_bytes` of data, no two pieces alike; returns the table of its checksums."""
+    """Writes a shard with `size_bytes` of data, in which no two pieces are equal. Returns its checksum table."""
     hasher, sink = BlockHasher(), FileSink.create(path)
     piece = bytearray(os.urandom(min(_PIECE_BYTES, size_bytes)))
     for offset in range(0, size_bytes, _PIECE_BYTES):

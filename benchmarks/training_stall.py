@@ -1,9 +1,8 @@
-"""The suite of training that goes on: how long it stands still for each save, and its steps' times meanwhile.
+"""The suite of training with saves: how long each save blocks training, and how long steps take meanwhile.
 
-A loop computes, changes the state in place and saves it every few steps: without saves, with stock's and with ours, each
-synchronously and in the background; and with ours as CheckpointManager saves with `keep_last=1`. `done s` is the time
-until the save is acknowledged. A lap is a thread's sleep of one millisecond: it takes longer where something holds the
-interpreter.
+A loop computes, changes the state in place and saves it every few steps. The cases are no saves; stock's and ours, each
+synchronous and in the background; and ours as CheckpointManager saves with `keep_last=1`. `done s` is the time until the
+save is acknowledged. A lap is another thread's sleep of one millisecond, which takes longer while the interpreter is held.
 """
 
 import statistics
@@ -16,7 +15,7 @@ from benchmarks.suites.saving import Case
 from benchmarks.suites.setup import Setup, cluster_on
 from tests.harness.cluster import call
 
-SHARE = 0.1  # of the time for all suites
+SHARE = 0.1  # share of the time of all suites
 ALONE, STOCK = "no saves", "stock, async_save"
 CASES: tuple[Case, ...] = (
     {"name": ALONE, "way": "none", "options": {}},
@@ -35,7 +34,7 @@ ON_GPU: tuple[Case, ...] = (
     {"name": "stock, the same, overlapped", "way": "stock overlapped", "options": {}},
     {"name": "ours, 2 copies, async_save, overlapped", "way": "ours async", "options": {"copies": 2, "overlap": True}},
 )
-"""What a GPU can do besides."""
+"""Further cases with a GPU."""
 _SIZE_BYTES_MAX = {"cpu": 512 << 20, "cuda": 4 << 30}
 _SAVES, _EVERY = 3, 20
 _GRACE_S = 600.0

@@ -1,6 +1,6 @@
-"""Known vulnerabilities of the pinned dependencies, as `pip-audit` finds them: what it could not look up is said, too.
+"""Reports known vulnerabilities of the pinned dependencies by `pip-audit`, and the packages that it could not look up.
 
-make audit            pip-audit's own exit code is 0 also where the index answered for no package at all
+make audit            pip-audit's own exit code is 0 even if the index answered for no package
 """
 
 import json
@@ -15,7 +15,7 @@ NONE_KNOWN, FOUND, NOT_LOOKED_UP = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audits constraints.txt; further arguments go to pip-audit (`--vulnerability-service osv`, say)."""
+    """Audits constraints.txt. Further arguments go to pip-audit, for example `--vulnerability-service osv`."""
     audit = [str(Path(sys.executable).with_name("pip-audit")), "--disable-pip", "--no-deps", "--format", "json"]
     done = subprocess.run(
         [*audit, "--progress-spinner", "off", "-r", str(CONSTRAINTS), *arguments],
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def judge(dependencies: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
-    """What to say of pip-audit's list, and the exit code: 0 only if each package was looked up and none is known as bad."""
+    """The report's lines and the exit code: 0 only if every package was looked up and none has a known vulnerability."""
     skipped = [entry["name"] for entry in dependencies if "skip_reason" in entry]
     found = [(entry, bad) for entry in dependencies for bad in entry.get("vulns", ())]
     lines = [

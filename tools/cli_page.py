@@ -1,4 +1,4 @@
-"""The options of every verb, as `--help` prints them, in docs/cli.md; `python -m tools.cli_page` writes them there."""
+"""Writes the options of every verb, as `--help` prints them, into docs/cli.md: `python -m tools.cli_page`."""
 
 import contextlib
 import io
@@ -12,8 +12,8 @@ from replicated_ckpt.environment import ROOT_ENV
 
 BEGIN, END = "<!-- help: begin -->", "<!-- help: end -->"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse asks for both when it prints
-os.environ.pop(ROOT_ENV, None)  # with it `--root` is optional
+os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse reads both when it prints
+os.environ.pop(ROOT_ENV, None)  # if it is set, `--root` is optional
 
 
 COMMON = "options of several verbs"
@@ -23,9 +23,9 @@ _OPTION = re.compile(r"^  -.*(?:\n {4,}.*)*\n?", re.MULTILINE)
 
 
 def help_by_verb() -> dict[str, str]:
-    """What `replicated-ckpt VERB --help` prints, without `--help` itself. Its usage leaves out optional flags.
+    """The output of `replicated-ckpt VERB --help`, without `--help` itself and without optional flags in the usage.
 
-    Options that several verbs have with the same words are the text of COMMON, and in no verb's.
+    Options that several verbs describe in the same words are in COMMON instead.
     """
     given = {verb: _help(verb) + "\n" for verb in VERBS}
     verbs_by_option: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def help_section() -> str:
 
 
 def with_help(page: str) -> str:
-    """The page with the options of now."""
+    """The page with the current options."""
     marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     return marked.sub(lambda _: f"{BEGIN}\n{help_section()}{END}", page)
 

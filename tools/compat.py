@@ -1,6 +1,6 @@
-"""Checkpoints between versions of torch: written under each, read under all, by this package and by torch's own reader.
+"""Writes checkpoints under each version of torch and reads them under all, with this package and with torch's reader.
 
-make compat [ARGS="2.13.0 2.15.0"]     each version gets an environment of its own, .venv-compat-VERSION
+make compat [ARGS="2.13.0 2.15.0"]     each version has its own environment, .venv-compat-VERSION
 """
 
 import os
@@ -22,7 +22,9 @@ ALL_READ, FAILED, NOT_COMPARED = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compares the versions named, or all; 1 if one does not read what another wrote, 2 if fewer than two could be had."""
+    """Compares the given versions, or all. Returns 1 if one cannot read another's checkpoints, 2 if fewer than two
+    install.
+    """
     python_by_version = {version: install(version) for version in arguments or VERSIONS}
     there = {version: python for version, python in python_by_version.items() if python is not None}
     missing = sorted(set(python_by_version) - set(there))
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def install(version: str) -> Path | None:
-    """The interpreter of an environment with this torch; None where pip cannot get it."""
+    """The interpreter of an environment with this torch. None if pip cannot install it."""
     where = HERE / f".venv-compat-{version}"
     python, stamp = where / "bin" / "python", where / "installed"
     if not stamp.exists():
@@ -53,7 +55,7 @@ def install(version: str) -> Path | None:
 
 
 def run(python: Path, title: str, *step: str | Path) -> bool:
-    """Whether one step ends well; it says itself how each of its parts went. One process: importing torch takes longest."""
+    """Whether one step succeeds. Each step prints its parts. It is one process, because importing torch takes longest."""
     command = [str(python), str(Path(__file__).resolve()), "--step", *map(str, step)]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     try:
@@ -69,7 +71,7 @@ def run(python: Path, title: str, *step: str | Path) -> bool:
 
 
 def state(kind: str) -> dict[str, Any]:
-    """A model, its optimizer after a step, tensors, a number; of kind "strided" also a tensor that is not contiguous."""
+    """A model, its optimizer after a step, tensors and a number. Kind "strided" adds a tensor that is not contiguous."""
     import torch
 
     model = torch.nn.Linear(3, 2)
@@ -98,7 +100,7 @@ def save(root: Path) -> None:
 
 
 def load(kind: str, **where: Any) -> None:
-    """Loads over a state of other values, and compares."""
+    """Loads into a state with other values, and compares."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -126,8 +128,8 @@ READS: Mapping[str, Callable[[Path], None]] = {
 
 
 def read_all(roots: Sequence[Path]) -> int:
-    """Reads what each version wrote, in each way; how many of these failed, each with its error."""
-    from torch.distributed.checkpoint import CheckpointException  # a BaseException
+    """Reads what each version wrote, in each way. Prints each result and returns the number of failures."""
+    from torch.distributed.checkpoint import CheckpointException  # not an Exception
 
     failed = 0
     for root in roots:
@@ -135,7 +137,7 @@ def read_all(roots: Sequence[Path]) -> int:
             error = ""
             try:
                 read(root)
-            except (Exception, CheckpointException) as exc:  # noqa: BLE001 - counted; the next way is tried as well
+            except (Exception, CheckpointException) as exc:  # noqa: BLE001 - counted; the next read follows
                 error = f": {type(exc).__name__}: {exc}"
                 failed += 1
             sys.stdout.write(f"  {'FAILS' if error else 'ok   '} what {root.name} wrote, {how}{error}\n")

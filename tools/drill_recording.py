@@ -1,10 +1,10 @@
-"""Records a command in a terminal, and draws the recording as an animated SVG. The README shows one of the drill.
+"""Records a command in a terminal, and draws the recording as an animated SVG. The README shows a recording of the drill.
 
 python tools/drill_recording.py record drill.cast replicated-ckpt drill --scenario replace --ranks-per-node 2
 python tools/drill_recording.py draw drill.cast docs/drill.svg
 
-The recording is an asciicast (version 2), which asciinema plays as well. Only whole lines are drawn, without colours: a
-program that moves the cursor needs another tool. A viewer without CSS animations shows the last frame.
+The recording is an asciicast (version 2), which asciinema can play. Only whole lines are drawn, without colours, so
+programs that move the cursor need another tool. A viewer without CSS animations shows the last frame.
 """
 
 import argparse
@@ -35,14 +35,14 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A command and what it printed: (seconds since its start, text)."""
+    """A command and its output as (seconds since its start, text)."""
 
     command: str
     events: Sequence[tuple[float, str]]
 
 
 def record(command: Sequence[str]) -> tuple[Cast, int]:
-    """Runs the command in a terminal of its own. Returns the recording and the exit code."""
+    """Runs the command in its own terminal. Returns the recording and the exit code."""
     terminal, end_of_command = pty.openpty()
     ioctl(end_of_command, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     started, events = time.monotonic(), []
@@ -63,7 +63,7 @@ def record(command: Sequence[str]) -> tuple[Cast, int]:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # Linux reports EIO once the last process has closed its end
+    except OSError:  # Linux returns EIO after the last process has closed the terminal
         return b""
 
 
@@ -79,7 +79,7 @@ def read_cast(file: Path) -> Cast:
 
 
 def lines_of(cast: Cast) -> Iterator[tuple[float, str]]:
-    """Each line and when it was complete, with pauses cut to IDLE_MAX_S."""
+    """Each line with the time of its completion. Pauses are cut to IDLE_MAX_S."""
     now, last, rest = FIRST_FRAME_S, 0.0, ""
     for seconds, text in cast.events:
         now, last = now + min(seconds - last, IDLE_MAX_S), seconds
@@ -90,7 +90,7 @@ def lines_of(cast: Cast) -> Iterator[tuple[float, str]]:
 
 
 def draw(cast: Cast) -> str:
-    """The recording as SVG: each line appears when the program printed it; then all starts again."""
+    """The recording as SVG: each line appears at the time when it was printed, in a loop."""
     lines = [(0.0, f"$ {cast.command}"), *lines_of(cast)]
     end = lines[-1][0] + LAST_FRAME_S
     width = 2 * PADDING + CELL * max(len(line) for _, line in lines)
@@ -111,7 +111,7 @@ def _appear(index: int, percent: float, end: float) -> str:
 
 
 def _line(text: str, y: int, kind: str) -> str:
-    """Its length is given, so the columns meet in any font."""
+    """The text has an explicit length, so that columns align in any font."""
     length = f'textLength="{CELL * len(text):.1f}" lengthAdjust="spacingAndGlyphs"'
     return f'<text class="{kind}" x="{PADDING}" y="{y}" {length} xml:space="preserve">{escape(text)}</text>'
 

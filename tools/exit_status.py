@@ -1,6 +1,6 @@
-"""How scripts of two gloo ranks end: threads of gloo that are left at the end, and exit codes, ours and stock's.
+"""How scripts of two gloo ranks end, with stock and with ours: their exit codes, and gloo threads left at the end.
 
-`python -m tools.exit_status --runs 50`, on a busy machine: torch's abort at exit comes when threads have to wait.
+`python -m tools.exit_status --runs 50`, best on a busy machine: torch aborts at exit when threads have to wait.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import CheckpointManager
 
 HELD: list[Any] = []
-"""What a script has in its globals: it is in reach until the interpreter ends."""
+"""Objects that the script keeps until the interpreter ends."""
 VARIANTS = {
     "stock, destroyed": ("stock", "destroy"),
     "stock, not destroyed": ("stock",),
@@ -33,12 +33,12 @@ VARIANTS = {
 
 
 def count_threads() -> int:
-    """Those that run gloo's collectives, in this process."""
+    """The number of this process's threads that run gloo's collectives."""
     return sum(path.read_text().startswith("pt_gloo") for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def save(steps: tuple[str, ...], root: Path, run: int) -> None:
-    """One asynchronous save, and what the variant does with it."""
+    """One asynchronous save with the steps of the variant."""
     state = {f"w{index}": torch.randn(64, 64) for index in range(20)}
     if "stock" in steps:
         path = root / f"stock-{run}"
@@ -55,7 +55,7 @@ def save(steps: tuple[str, ...], root: Path, run: int) -> None:
 
 
 def be_rank(rank: int, steps: tuple[str, ...], root: Path, run: int) -> None:
-    """A script of one rank; it returns, and the interpreter ends."""
+    """The script of one rank. It returns, and the interpreter ends."""
     where = root / f"store-{run}"
     dist.init_process_group("gloo", store=dist.FileStore(str(where), 2), rank=rank, world_size=2)
     if "group" in steps:
@@ -71,7 +71,7 @@ def be_rank(rank: int, steps: tuple[str, ...], root: Path, run: int) -> None:
 
 
 def fork(script: Callable[[], None], log: Path) -> int | None:
-    """The process that will run it; None in that process itself, once it has."""
+    """Returns the id of a new process that runs `script`. In that process, returns None after the script."""
     pid = os.fork()
     if pid:
         return pid
@@ -83,7 +83,7 @@ def fork(script: Callable[[], None], log: Path) -> int | None:
 
 
 def try_variant(name: str, runs: int, base: Path) -> bool:
-    """False in a rank, which has to end by itself."""
+    """Returns False in a rank, which must then end by itself."""
     root = base / name.replace(" ", "-").replace(",", "")
     root.mkdir()
     codes: Counter[int] = Counter()
@@ -101,7 +101,7 @@ def try_variant(name: str, runs: int, base: Path) -> bool:
 
 
 def main() -> None:
-    """Every variant, as often."""
+    """Runs every variant equally often."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--only", choices=sorted(VARIANTS), action="append")
@@ -109,7 +109,7 @@ def main() -> None:
     os.environ["REPLICATED_CKPT_AGENT_IDLE_S"] = "5"
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # ranks are forks of this process: what they do not write to they need not copy
+    gc.freeze()  # ranks are forks of this process and share its unchanged memory
     base = Path(tempfile.mkdtemp(prefix="exit-status-"))
     print(f"logs in {base}", flush=True)
     for name in arguments.only or VARIANTS:

@@ -38,14 +38,14 @@ def measure_functions(modules: Mapping[str, str]) -> dict[str, int]:
 
 
 def count_comments(text: str) -> int:
-    """Comments of a module; directives to a linter or the type checker are none."""
+    """The number of comments in a module, without directives to linters or the type checker."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = (token.string for token in tokens if token.type == tokenize.COMMENT)
     return sum(not re.match(r"# *(noqa|type:|fmt:|pragma)", comment) for comment in comments)
 
 
 def list_largest(size_by_name: Mapping[str, int], *, over: int = 0) -> str:
-    """The largest of these with their sizes; with `over`, all that are larger than that."""
+    """The largest entries with their sizes, or all entries larger than `over`."""
     ordered = sorted(size_by_name.items(), key=lambda item: -item[1])
     shown = [item for item in ordered if item[1] > over] if over else ordered[:LONGEST]
     return ", ".join(f"{name} ({size:,})" for name, size in shown) or "none"
@@ -67,7 +67,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def find_shared_names(paths: list[str]) -> Iterator[str]:
-    """File names that lie in two folders or more, with those folders."""
+    """File names that occur in two or more folders, with those folders."""
     folders_by_name = defaultdict(list)
     for path in paths:
         folder, _, name = path.rpartition("/")
@@ -99,7 +99,7 @@ def print_package() -> None:
 
 
 def print_tests() -> None:
-    """Sizes of the tests, and how many of them state no promise."""
+    """Sizes of the tests, and the number of tests without a docstring."""
     modules = read_modules("tests")
     lines = {path: text.count("\n") for path, text in modules.items()}
     tests = [

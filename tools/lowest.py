@@ -1,4 +1,4 @@
-"""Prints the lowest versions that pyproject.toml allows for what the package and its tests need, as pip's constraints."""
+"""Prints the lowest versions that pyproject.toml allows for the package and its tests, as constraints for pip."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ _LOWEST = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?>=([\w.]+)")
 
 
 def read_lowest(pyproject: str) -> dict[str, str]:
-    """By package. What names no lowest version, as an extra of this package itself, is left out."""
+    """The lowest version of each package. Packages without one, such as this package's own extras, are left out."""
     project = tomllib.loads(pyproject)["project"]
     needs = [*project["dependencies"], *(need for name in EXTRAS for need in project["optional-dependencies"][name])]
     return {found[1]: found[2] for found in map(_LOWEST.fullmatch, needs) if found}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real S3 server for tests and measurements: Ceph's radosgw with one monitor and one OSD that keeps objects in memory.
-# It runs from a directory of Debian packages, not from this machine's. Needs root, mmdebstrap and util-linux.
+# It runs from a directory of Debian packages instead of this machine's. Needs root, mmdebstrap and util-linux.
 #
 #   radosgw.sh create DIR [SUITE]             make DIR once, in a minute or two; SUITE is sid (Ceph 20), or bookworm (Ceph 16)
 #                                             where sid cannot be had. Does nothing if DIR is complete.
@@ -8,9 +8,9 @@
 #   radosgw.sh start DIR [PORT] [MONITOR_PORT]  the same in the background
 #   radosgw.sh stop DIR                       end all that `start` began with DIR
 #
-# User: key `test`, secret `testsecret`. PORT is 9008 and MONITOR_PORT the one after PORT unless given; any number may run
-# from one DIR. Each runs in namespaces of its own: its data lies in a tmpfs that nobody else sees, and the kernel ends all
-# its processes with the first of them, so that nothing is left to clean up.
+# User: key `test`, secret `testsecret`. PORT defaults to 9008 and MONITOR_PORT to PORT + 1. Several servers may run
+# from one DIR, each in its own namespaces: its data is in a private tmpfs, and the kernel ends all its processes with
+# the first of them, so that nothing is left to clean up.
 set -eu
 
 die() { echo "radosgw.sh: $*" >&2; exit 1; }
@@ -38,7 +38,7 @@ create() {
 }
 
 unpack() {
-  # A mirror's list may look too old, or this clock too new; the packages are signed all the same.
+  # The mirror's list may be out of date. The packages are signed all the same.
   setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child \
     mmdebstrap --quiet --variant=minbase --include=radosgw,ceph-mon,ceph-osd --aptopt='Acquire::Check-Valid-Until "false"' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' "$1" "$2"
@@ -140,7 +140,7 @@ start_osd() {
   daemon "$1" ceph-osd -i 0
 }
 
-# --- start and stop, for people --------------------------------------------------------------------------------------
+# --- start and stop, for interactive use -----------------------------------------------------------------------------
 
 start() {
   local dir=$1 log

@@ -1,4 +1,4 @@
-"""Runs the README's job in the environment of this Python, as a user of the wheel does first. It is the only rank."""
+"""Runs the README's job as the only rank, with the packages of this Python, as a user of the wheel does first."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def alone_on(root: Path) -> dict[str, str]:
-    """The environment in which the job is the only rank, as torchrun would set it, with `root` for its checkpoints."""
+    """The environment of the only rank of a job, as torchrun would set it, with `root` for its checkpoints."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -23,11 +23,11 @@ def main() -> None:
         raise SystemExit(f"{sys.argv[1]} has no job")
     with tempfile.TemporaryDirectory(
         ignore_cleanup_errors=True
-    ) as folder:  # an agent may write its log there until it ends
+    ) as folder:  # an agent may write its log there until it exits
         root = Path(folder) / "ckpt"
         os.environ |= alone_on(root)
         names: dict[str, object] = {}
-        exec(block[1], names)  # noqa: S102 - it is ours
+        exec(block[1], names)  # noqa: S102 - the code is our README's
         if not (root / "step-300" / ".metadata").is_file():
             raise SystemExit("the job saved nothing")
     print("the README's job runs")

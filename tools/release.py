@@ -1,7 +1,7 @@
-"""What a release must agree on before anything is built: the tag, the package's version, and the date in CHANGELOG.md.
+"""Checks before a release that the tag, the package's version and CHANGELOG.md agree; writes the lock files.
 
 python tools/release.py check v0.1.0
-python tools/release.py lock            writes the hashes of what builds a release, and of the image
+python tools/release.py lock            writes the lock files of the release's build and of the agent's image
 """
 
 import json
@@ -15,16 +15,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS: Mapping[str, Sequence[str]] = {
-    # What an agent imports of the package's dependencies, neither torch nor numpy, and what uploads to S3.
+    # The dependencies that an agent imports, without torch and numpy, and those for uploads to S3.
     "tools/agent_image/requirements.txt": ("fastcrc", "xxhash", "cryptography", "botocore", "fsspec"),
     "tools/release-requirements.txt": ("build", "hatchling", "twine", "cyclonedx-bom"),
 }
-"""The locks, each with the packages that it begins from."""
+"""The lock files, each with the packages that it locks together with their dependencies."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
 def find_problems(tag: str, root: Path = ROOT) -> list[str]:
-    """In words; empty if the tag may be released."""
+    """The reasons against a release of the tag. Empty if it may be released."""
     version = tag.removeprefix("v")
     declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
     module = (root / "replicated_ckpt" / "version.py").read_text()
@@ -42,7 +42,7 @@ def find_problems(tag: str, root: Path = ROOT) -> list[str]:
 
 
 def lock(packages: Sequence[str]) -> str:
-    """A requirements file with what pip picks under constraints.txt for one Python and platform, and its hashes."""
+    """A requirements file with hashes: the versions that pip picks under constraints.txt, for one Python and platform."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--target", folder]
@@ -60,7 +60,7 @@ def lock(packages: Sequence[str]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """1 if the tag may not be released, with the reasons."""
+    """Returns 1, and prints the reasons, if the tag may not be released."""
     if words == ["lock"]:
         for name, packages in LOCKS.items():
             (ROOT / name).write_text(lock(packages))

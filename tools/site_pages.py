@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: they add documents outside docs/ as pages, lead links to pages, and turn marked sections into tabs."""
+"""Hooks of mkdocs that add documents outside docs/ as pages, point links to pages, and turn marked sections into tabs."""
 
 import posixpath
 import re
@@ -62,7 +62,7 @@ def _with_links(text: str, document: str) -> str:
 
 
 def _link(image: str, text: str, target: str, document: str) -> str:
-    """The link as it is on the site; one to a file that is no page becomes the file's name."""
+    """The link's text on the site. A link to a file that is no page becomes the file's name."""
     path, hash_, anchor = target.partition("#")
     if not path or re.match(r"[a-z]+:", target):
         return f"{image}[{text}]({target})"
@@ -76,5 +76,5 @@ def _link(image: str, text: str, target: str, document: str) -> str:
 
 
 def _page_of(file: str) -> str:
-    """Where a document or a plot of the repository lies on the site."""
+    """The path on the site of a document or plot of the repository."""
     return PAGE_BY_DOCUMENT.get(file, file.removeprefix("docs/").removeprefix("benchmarks/"))

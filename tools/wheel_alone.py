@@ -1,10 +1,10 @@
-"""The wheel with what it declares and nothing else: README's job, two ranks that save and load, the command line.
+"""Checks the wheel with only its declared dependencies: README's job, a save and a load on two ranks, the command line.
 
     make dist [TORCH=2.13.0]                                      builds the wheel, then runs this
     python tools/wheel_alone.py dist/NAME.whl [--torch VERSION] [--extras s3,drill,test]
 
-The wheel is installed into an empty environment. Each extra gets one that sees the first and holds what the extra adds:
-there the same must work, what the extra is for must work, and torch must be the one that was there.
+The wheel is installed into an empty environment. Each extra gets its own environment, which sees the first one and adds
+the extra's packages. There the same checks and those of the extra must pass, and the extra must not replace torch.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parents[1]
-# Not here: `frameworks` and `bench-peers`, of which the former is judged by `make frameworks` and the latter is installed
-# without what it declares; `docs`, which needs neither this package nor torch. Those of INTEGRATIONS are checked if named:
-# each is large.
+# Left out: `frameworks`, which `make frameworks` checks; `bench-peers`, which is installed without its dependencies;
+# `docs`, which needs neither this package nor torch. Those of INTEGRATIONS are checked only if named, because each is
+# large.
 EXTRAS = ("drill", "s3", "completion", "test", "dev", "referee")
 INTEGRATIONS = ("accelerate", "lightning", "ray", "torchtitan", "transformers")
 RUN_TIMEOUT_S = 600
@@ -49,11 +49,11 @@ assert state["a"].tolist() == list(range(9)), state
 
 
 class AloneError(Exception):
-    """Something does not work with the wheel alone."""
+    """A check of the wheel failed."""
 
 
 def main() -> int:
-    """Installs and checks; 1 if anything does not work."""
+    """Installs and checks. Returns 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument(
@@ -95,9 +95,10 @@ def _install_base(where: Path, wheel: Path, torch: str | None) -> None:
 
 
 def _install_extra(python: Path, base: Path, wheel: Path, extra: str) -> None:
-    """An environment that sees `base` behind its own packages.
+    """Creates an environment that also sees the packages of `base`.
 
-    Raises: AloneError if the extra brings another torch, or pip finds the whole in contradiction.
+    Raises:
+        AloneError: the extra brings another torch, or `pip check` finds a conflict.
     """
     venv.create(python.parents[1], with_pip=True, clear=True)
     site, shown = (Path(run([each, "-c", SITE_CODE]).strip()) for each in (python, base / "bin" / "python"))
@@ -120,14 +121,15 @@ def _pip(python: Path, what: str) -> None:
 def check_main_job(python: Path) -> None:
     """What every user does first, with this interpreter's packages.
 
-    Raises: AloneError with the command and the end of its output.
+    Raises:
+        AloneError: has the command and the end of its output.
     """
     with _folder() as folder:
         root = folder / "root"
         run([python, HERE / "tools" / "readme_job.py", HERE / "README.md"], cwd=folder)
         program = HERE / "examples" / "getting_started.py"
-        said = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
-        saved, loaded = (text.strip().rpartition(": ")[2] for text in said)
+        outputs = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
+        saved, loaded = (text.strip().rpartition(": ")[2] for text in outputs)
         if not saved or saved != loaded:
             raise AloneError(f"two ranks saved a state with the sum {saved!r} and loaded {loaded!r}")
         check_commands(python, root)
@@ -137,15 +139,16 @@ def check_main_job(python: Path) -> None:
 
 
 def check_commands(python: Path, root: Path) -> None:
-    """The command line lists what is there and reads it. Raises: AloneError"""
+    """The command line lists and verifies the checkpoints. Raises: AloneError"""
     for verb in ("ls", "verify"):
         run([python, "-c", CLI_CODE, verb, "--root", root], cwd=root)
 
 
 def check_extra(python: Path, extra: str) -> None:
-    """The main job goes on working, and what the extra is for works.
+    """The main job still works, and the extra's purpose works.
 
-    Raises: AloneError
+    Raises:
+        AloneError
     """
     check_main_job(python)
     if extra == "drill":
@@ -165,13 +168,13 @@ IMPORTS: Mapping[str, str] = {
 
 
 def check_drill(python: Path) -> None:
-    """The drill's scenario with a bucket needs all that the drill can need."""
+    """The drill's scenario with a bucket uses every dependency of the drill."""
     drill = ["drill", "--nodes", "2", "--ranks-per-node", "1", "--scenario", "cluster", "-o", "json"]
     run([python, "-c", CLI_CODE, *drill])
 
 
 def check_bucket(python: Path, *, server: Path) -> None:
-    """A save to S3 and a load from there alone; `server` is an interpreter with moto."""
+    """Saves to S3 and loads from there alone. `server` is an interpreter with moto."""
     command = [str(server), "-m", "replicated_ckpt.drill.moto_server", "bucket"]
     with (
         _folder() as folder,
@@ -185,18 +188,18 @@ def check_bucket(python: Path, *, server: Path) -> None:
         try:
             run([python, "-c", BUCKET_CODE, folder / "root", url], cwd=folder)
         finally:
-            process.stdin.close()  # its end
+            process.stdin.close()  # ends moto
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder that is removed once the agents of the roots in it have left: they write there to their end."""
+    """A folder that is removed after the agents of the roots in it have exited, because they write there until then."""
     with tempfile.TemporaryDirectory(prefix="wheel-alone-") as name:
         yield Path(name)
         deadline = time.monotonic() + AGENT_LEAVES_WITHIN_S
         for endpoint in Path(name).glob("**/.agent/endpoint.json"):
             pid = 0
-            with contextlib.suppress(FileNotFoundError):  # it is leaving
+            with contextlib.suppress(FileNotFoundError):  # the agent is exiting
                 pid = json.loads(endpoint.read_text())["pid"]
             while pid and Path(f"/proc/{pid}").exists():
                 if time.monotonic() > deadline:
@@ -205,7 +208,7 @@ def _folder() -> Iterator[Path]:
 
 
 def run(command: Sequence[object], *, cwd: str | Path | None = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
-    """What a command printed; this process's own packages are kept from it."""
+    """Runs a command and returns its output. It does not see this process's own packages."""
     words = [str(word) for word in command]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"OMP_NUM_THREADS": "1", "REPLICATED_CKPT_AGENT_IDLE_S": str(AGENT_IDLE_S), "PYTHONSAFEPATH": "1"}
@@ -213,8 +216,8 @@ def run(command: Sequence[object], *, cwd: str | Path | None = None, timeout_s: 
         words, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd, env=environment
     )
     if done.returncode:
-        said = (done.stdout + done.stderr)[-4000:]
-        raise AloneError(f"{' '.join(words)}\nended with {done.returncode}:\n{said}")
+        output = (done.stdout + done.stderr)[-4000:]
+        raise AloneError(f"{' '.join(words)}\nended with {done.returncode}:\n{output}")
     return done.stdout
 
 

@@ -1,7 +1,8 @@
 """ml-flashpoint: a copy in the memory of the rank's node, sent to the partner's node after the save has returned.
 
-An object is known by its absolute path, which is the same on all nodes, so each rank has its node's folder mounted there;
-that needs root. Its loads want two files on every node that its DCP writer does not make and its saves for Megatron do.
+ml-flashpoint identifies an object by its absolute path, which must be the same on all nodes. Each rank therefore mounts
+its node's folder there, which needs root. Its loads need two files on every node. Its saves for Megatron write them,
+its DCP writer does not.
 """
 
 import concurrent.futures
@@ -29,13 +30,13 @@ from benchmarks.rank.ways import context_nodes, is_first_of_node, shared_directo
 from tests.harness.namespaces import mount_privately
 from tests.steps.context import Context
 
-_BUFFER_BYTES = 128 << 20  # of one rank; what is not used is cut off
+_BUFFER_BYTES = 128 << 20  # for one rank; the unused rest is cut off
 _REPLICATED_WITHIN_S = 90.0
 _METADATA, _COMMON = ".metadata", "common.pt"
 
 
-class _Replication(ReplicationManager):  # type: ignore[misc]  # it has no types
-    """Remembers the copies that are on their way, which the saver forgets."""
+class _Replication(ReplicationManager):  # type: ignore[misc]  # the package has no types
+    """Keeps the futures of copies that are being sent, which the saver drops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Flashpoint:
         logging.getLogger("ml_flashpoint").setLevel(logging.ERROR)
         os.environ["NNODES"] = str(context_nodes(context))
         self._context = context
-        self._home = shared_directory(context) / "flashpoint"  # of the own node, once it is mounted
+        self._home = shared_directory(context) / "flashpoint"  # this node's folder, after the mount
         disk = shared_directory(context) / f"flashpoint-{context.node}"
         for folder in (self._home, disk):
             folder.mkdir(exist_ok=True)
@@ -76,7 +77,7 @@ class Flashpoint:
             initial_buffer_size_bytes=_BUFFER_BYTES,
         )
         shared: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        shared.set_result(multiprocessing.dummy.Manager())  # nothing is written by other processes here
+        shared.set_result(multiprocessing.dummy.Manager())  # no other process writes here
         self._writer = MemoryStorageWriter(self._saver, shared)
         self._step = 0
 
@@ -92,7 +93,9 @@ class Flashpoint:
         self._saver.finalize_checkpoint(self._container)
 
     def _complete(self, folder: Path) -> None:
-        """Every node gets the metadata, without which nothing of a lost first node is found, and an empty common part."""
+        """Gives every node the metadata, without which nothing is found after the first node is lost, and an empty
+        common part.
+        """
         metadata = [(folder / _METADATA).read_bytes() if self._context.rank == 0 else None]
         dist.broadcast_object_list(metadata)
         if is_first_of_node():
@@ -101,7 +104,7 @@ class Flashpoint:
                 (folder / _METADATA).write_bytes(metadata[0] or b"")
 
     def settle(self, name: str) -> None:
-        """Until the partner's node has its copies; nothing is restored after a loss."""
+        """Waits until the partner's node has its copies. After a loss ml-flashpoint restores no copies."""
         self._replication.wait()
 
     def load(self, state: State, name: str) -> None:
@@ -123,7 +126,7 @@ class Flashpoint:
             shutil.rmtree(str(self._container))
 
     def cool(self, name: str) -> None:
-        """It is compared in memory only."""
+        """Not needed: this tool is compared in memory only."""
 
     def remove(self, name: str) -> None:
         if is_first_of_node():
@@ -131,7 +134,7 @@ class Flashpoint:
 
 
 def _replication(objects: Any) -> _Replication:
-    """Partners are ranks of the same place on the next node."""
+    """The partner of a rank is the rank with the same local rank on the next node."""
     service = transfer_service_ext.TransferService()
     port = service.initialize(0, global_rank=dist.get_rank())
     addresses: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""lm-resiliency (GEMINI): a copy in the partner's memory, and the own one on the node's disk with a checksum."""
+"""lm-resiliency (GEMINI): a copy in the partner's memory, and the rank's own copy with a checksum on the node's disk."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ _NEVER_BY_ITSELF = 1 << 30
 
 
 class LmResiliency:
-    """A load is by a new manager, as after a restart: it finds what lies on the node's own disk."""
+    """Each load uses a new manager, as after a restart, which reads the node's own disk."""
 
     def __init__(self, context: Context) -> None:
         logging.getLogger("lm_resiliency").setLevel(logging.ERROR)
@@ -43,11 +43,11 @@ class LmResiliency:
         self._saver.save(state.local_tensors(), self._step)
         self._saver.maybe_wait()
         self._saver.finalize_replication()
-        self._saver.flush_to_disk(self._step)  # by itself it writes the step before
+        self._saver.flush_to_disk(self._step)  # the manager itself flushes only the previous step
         self._saver._disk.wait()  # noqa: SLF001 - it has no public call that waits for the disk
 
     def settle(self, name: str) -> None:
-        """Both copies are where they go when `save` returns."""
+        """Nothing is left to do: `save` waits for both copies."""
 
     def load(self, state: State, name: str) -> None:
         manager = self._manager()
@@ -58,7 +58,7 @@ class LmResiliency:
             tensor.copy_(loaded[0][part_name])
 
     def cool(self, name: str) -> None:
-        """It is compared in memory only."""
+        """Not needed: this tool is compared in memory only."""
 
     def remove(self, name: str) -> None:
-        """It keeps two checkpoints and removes older ones by itself."""
+        """Not needed: the tool keeps two checkpoints and removes older ones by itself."""

@@ -1,7 +1,7 @@
 """NVIDIA's resiliency extension: local checkpoints of each rank, alone or in cliques of two nodes.
 
-Its state dict demands CUDA tensors, and its transfer after a loss calls `.cuda()`. What a user without a GPU has to
-replace for that is replaced here: the state dict, which is its point of extension, and two methods of its group.
+Its state dict needs CUDA tensors, and its transfer after a loss calls `.cuda()`. A user without a GPU must replace the
+state dict, which is an extension point, and two methods of its group. This module does so.
 """
 
 import logging
@@ -22,15 +22,15 @@ from benchmarks.rank.ways import is_first_of_node, shared_directory
 from tests.steps.context import Context
 
 
-class CpuStateDict(BasicTensorAwareStateDict):  # type: ignore[misc]  # it has no types
-    """Tensors stay on the CPU."""
+class CpuStateDict(BasicTensorAwareStateDict):  # type: ignore[misc]  # the package has no types
+    """Keeps tensors on the CPU."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.state_dict = tensors
         self._is_hollow = False
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """They are where they belong."""
+        """Nothing to do: the tensors are on the right device."""
 
 
 def _send(group: Any, state: Any, target: int) -> dict[str, int]:
@@ -52,7 +52,7 @@ def _receive(group: Any, source: int) -> tuple[Any, dict[str, int]]:
 
 
 class Nvrx:
-    """A manager for saves and a new one for each load, as after a restart. It keeps the newest checkpoint only."""
+    """One manager for saves, and a new one for each load, as after a restart. Keeps only the newest checkpoint."""
 
     def __init__(self, context: Context, copies: int) -> None:
         logging.getLogger("nvidia_resiliency_ext").setLevel(logging.ERROR)
@@ -72,10 +72,10 @@ class Nvrx:
         self._saver.save(CpuStateDict(state.local_tensors()), self._step, is_async=False)
 
     def settle(self, name: str) -> None:
-        """All copies are there when it returns; nothing is restored after a loss."""
+        """Nothing is left to do: `save` waits for all copies. After a loss nvrx restores no copies."""
 
     def load(self, state: State, name: str) -> None:
-        """It makes new tensors, which are copied into the model's."""
+        """nvrx returns new tensors, which are copied into the model's."""
         manager = self._manager()
         found = manager.find_latest()
         assert found == self._step, f"its newest is {found}, not {self._step}"
@@ -88,7 +88,7 @@ class Nvrx:
             shutil.rmtree(self._folder)
 
     def cool(self, name: str) -> None:
-        """It is compared in memory only."""
+        """Not needed: this tool is compared in memory only."""
 
     def remove(self, name: str) -> None:
-        """The next save does."""
+        """Not needed: the next save removes the checkpoint."""

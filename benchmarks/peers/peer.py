@@ -1,4 +1,4 @@
-"""Who is compared with us, other than stock torch: what they are called, what they promise, and whether they are here."""
+"""The other tools that are compared with ours and stock torch: names, promises, and installed versions."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,11 @@ from benchmarks.machine import installed
 
 @dataclass(frozen=True)
 class Peer:
-    """`way` is its adapter's name; `copies` on nodes' disks or in their memory, which ours is given as many of.
+    """`way` is the name of the tool's adapter. `copies` is the number of its copies on nodes' disks or in their memory;
+    ours makes as many.
 
-    `recovers`: a node can be lost between its save and its load. `promise` is what a save by it has done when it
-    returns, which is less than ours in each case. `acks` are the levels at which ours saves in the comparison.
+    `recovers`: a node can be lost between its save and its load. `promise` is what its save has done on return, which
+    is always less than ours. `acks` are the levels of our saves in the comparison.
     """
 
     way: str

@@ -1,4 +1,4 @@
-"""s3torchconnector: DCP's writer and reader straight to a bucket, without a node's disk."""
+"""s3torchconnector: a DCP writer and reader for a bucket, without a node's disk."""
 
 import os
 from collections.abc import Mapping
@@ -17,11 +17,13 @@ _REGION = "us-east-1"
 
 
 class S3Connector(StockBucket):
-    """Its writer and reader take no endpoint, so they are given a file system with a client that has one."""
+    """The writer and reader take no endpoint, so they get a file system whose client has one."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         super().__init__(url, storage_options)
-        os.environ["AWS_ACCESS_KEY_ID"] = storage_options["key"]  # it looks for them nowhere else
+        os.environ["AWS_ACCESS_KEY_ID"] = storage_options[
+            "key"
+        ]  # the client reads credentials only from the environment
         os.environ["AWS_SECRET_ACCESS_KEY"] = storage_options["secret"]
         os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
         self._endpoint = storage_options["client_kwargs"]["endpoint_url"]

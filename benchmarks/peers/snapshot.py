@@ -1,4 +1,4 @@
-"""torchsnapshot: a snapshot on a directory that all ranks share."""
+"""torchsnapshot: a snapshot in a directory that all ranks share."""
 
 import shutil
 
@@ -18,10 +18,10 @@ class Torchsnapshot:
         Snapshot.take(path=str(self._base / name), app_state={"state": StateDict(**state.local_tensors())})
 
     def settle(self, name: str) -> None:
-        """It leaves the rest to the page cache."""
+        """Nothing to wait for: torchsnapshot does not fsync."""
 
     def load(self, state: State, name: str) -> None:
-        """Into the tensors that are there."""
+        """Loads into the existing tensors."""
         Snapshot(path=str(self._base / name)).restore({"state": StateDict(**state.local_tensors())})
 
     def cool(self, name: str) -> None:

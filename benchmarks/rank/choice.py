@@ -1,4 +1,4 @@
-"""Ways to save, ours and others', by the names that they have in suites. A peer is imported only where it is chosen."""
+"""The ways to save, ours and others', by name. A peer's package is imported only if it is chosen."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from tests.steps.context import Context
 
 
 def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
-    """`options` are what the way takes.
+    """The way called `kind`, with its options.
 
     Raises:
-        ValueError: no way is called that.
+        ValueError: no way has this name.
     """
     match kind:
         case "stock":
@@ -28,7 +28,7 @@ def _ours(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
     match kind:
         case "ours" | "ours with plans kept":
             return Ours(context, options, None if kind == "ours" else CachedSavePlanner())
-        case "ours in one file":  # everything counts as weights
+        case "ours in one file":  # all entries count as weights, so there is one file
             return Ours(context, {**options, "part_of": lambda _: "weights"}, CachedSavePlanner())
         case "ours that keeps one":
             return OursKeepingOne(context, options)

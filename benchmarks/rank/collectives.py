@@ -1,9 +1,9 @@
-"""What one rank sends and is sent in a save and in a load, in bytes, for many simulated ranks of so many items each.
+"""The bytes that one rank sends and receives in a save and in a load, for many simulated ranks.
 
     python -m benchmarks.rank.collectives [--ranks 64,1024,10240] [--items-per-rank 100] [--ranks-per-node 8]
 
-DCP's collectives carry pickles, padded to the longest of any rank: the last rank's are measured. What goes through the c10d
-store is JSON, compressed from 4 KiB on. Nothing is sent: the messages are made by the classes that make them in a job.
+DCP's collectives carry pickles, padded to the longest of all ranks. The last rank's are measured. Messages in the c10d
+store are JSON, compressed from 4 KiB on. Nothing is sent, but the classes of a real job make the messages.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--items-per-rank", type=int, default=100)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of placement, which knows of no domains here
+    warnings.simplefilter("ignore")  # placement warns that there are no domains
     counts = [int(count) for count in options.ranks.split(",")]
     worlds = [World(count, count * options.items_per_rank, options.ranks_per_node) for count in counts]
     columns = [messages_of(world) for world in worlds]
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _seconds_of_load_plans(world: World) -> Mapping[str, float]:
-    """What rank 0 does with a load's plans, all bytes local: unpickles all, looks at them, pickles each."""
+    """Rank 0's work on a load's plans, with all bytes local: unpickles, checks and pickles each plan."""
     plans = [_load_plan(world, rank) for rank in range(world.ranks)]
     names = {item.storage_index.fqn for plan in plans for item in plan.items}
     saved: dict[str, Any] = dict.fromkeys(names, BytesStorageMetadata())
@@ -74,7 +74,7 @@ def _seconds_of_load_plans(world: World) -> Mapping[str, float]:
 
 
 def messages_of(world: World) -> Mapping[str, int]:
-    """The bytes of each message of the last rank of a world, by what it is."""
+    """The bytes of each message of the world's last rank, by the message's name."""
     return {**_of_planning(world), **_of_results(world), **_of_load(world), **_of_store(world)}
 
 
@@ -102,7 +102,7 @@ def _of_results(world: World) -> Mapping[str, int]:
 
 
 def _load_plan(world: World, rank: int) -> LoadPlan:
-    """A rank that loads what it saved."""
+    """The plan of a rank that loads what it saved."""
     items = [
         ReadItem(
             LoadItemType.TENSOR,
@@ -127,14 +127,14 @@ def _of_load(world: World) -> Mapping[str, int]:
     report = LoadReport(
         "step-1000", SAVE_ID, 1 << 30, 0, 0, len(items), 1.0246912, (), 0, rank, "gpu-0123.cluster", spent
     )
-    told, ended = _pickled(report.as_dict()), _pickled(({}, []))
+    sent, ended = _pickled(report.as_dict()), _pickled(({}, []))
     lengths = 8 * world.ranks
     return {
         "load, gather: plan, all bytes local": plan,
         "load, gather: plan that is held": _pickled(held),
         "load, scatter: plan, all bytes local": plan,
         "load, scatter: plan that is held": _pickled(hand_back(held)),
-        "load, end: report, sent": told,
+        "load, end: report, sent": sent,
         "load, end: who failed, taken in": ended,
         "each gather, scatter apart: lengths, taken in": lengths,
     }
@@ -161,7 +161,7 @@ def _of_store(world: World) -> Mapping[str, int]:
 
 
 def _decided_again(decision: SaveDecision) -> int:
-    """The bytes of a decision that follows one of the same nodes, as it lies on the store."""
+    """The bytes in the store of a decision that follows one with the same nodes."""
     store, kept = dist.HashStore(), CachedDecisions()
     for _ in range(2):
         board = Blackboard(store, 0, 1, kept=kept)
@@ -175,7 +175,7 @@ def _nodes(world: World) -> int:
 
 
 def _survey(world: World) -> Survey:
-    """What a load finds where every node has what it should have."""
+    """What a load finds if every node has all its shards."""
     decision = decide(synthetic.posts(world), 2, SAVE_ID)
     ranks_by_node: dict[str, list[int]] = {}
     for rank in range(world.ranks):

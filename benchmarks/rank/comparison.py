@@ -1,4 +1,4 @@
-"""The step of ranks that compare peers: save, load, and load after a node was lost, all in one world."""
+"""A step of the ranks that compares peers: save, load, and load after a node loss, all in one world."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tests.steps.context import Context
 def compare(
     context: Context, size_bytes: int, cases: Sequence[Case], rounds: int, deadline_s: float
 ) -> dict[str, Any] | None:
-    """One round that is not counted, then `rounds`, of which the first always happens. Rank 0 returns the samples."""
+    """Runs one round that is not counted, then up to `rounds`, but at least one. Rank 0 returns the samples."""
     ways = {case["name"]: way_of(context, case["way"], case["options"]) for case in cases}
     loses = {case["name"]: bool(case["loses"]) for case in cases}
     state = built(context, "plain", size_bytes)

@@ -1,4 +1,4 @@
-"""What a piece of work cost: seconds on rank 0, CPU time and peak memory of ranks and agents, as /proc has them."""
+"""The cost of a piece of work: seconds on rank 0, and CPU time and peak memory of ranks and agents from /proc."""
 
 import contextlib
 import gc
@@ -18,10 +18,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of a case. Peaks are of the rank, and of the agent, that took most beyond what it had before.
+    """One run of a case. Peaks are the largest growth of a rank and of an agent beyond its memory before the run.
 
-    `seconds`: on rank 0, between barriers. `settled_s`: until what was left to be done afterwards was done, too; CPU
-    times and peaks go until then.
+    `seconds`: on rank 0, between barriers. `settled_s`: until the remaining work, such as copies, was done too. CPU
+    times and peaks include that work.
     """
 
     seconds: float
@@ -42,9 +42,9 @@ class _Reading:
 def measured(work: Callable[[], object], settle: Callable[[], object], agent_root: Path | None) -> Sample | None:
     """Runs `work` on all ranks at once, then `settle`. Rank 0 gets the sample, the others None.
 
-    `agent_root`: the store whose agent this rank has to watch, on one rank of each node.
+    `agent_root`: the store whose agent this rank measures, on one rank of each node.
     """
-    gc.collect()  # the walk through all of torch's objects, 0.2 s, would fall to whichever case comes at its time
+    gc.collect()  # else a collection of all of torch's objects, 0.2 s, would slow a random case
     before, agent_before = _own(forget_peak=True), _agent(agent_root, forget_peak=True)
     dist.barrier()
     start = time.perf_counter()
@@ -76,7 +76,7 @@ def as_json(sample: Sample) -> dict[str, float]:
 
 
 def _difference(before: _Reading | None, after: _Reading | None) -> dict[str, float]:
-    """An agent that began in between had nothing before."""
+    """An agent that started during the run counts from zero."""
     if after is None:
         return {"cpu": 0.0, "peak": 0}
     had = before if before is not None and before.cpu_s <= after.cpu_s else _Reading(0.0, 0, 0)
@@ -101,7 +101,7 @@ def _agent(root: Path | None, *, forget_peak: bool = False) -> _Reading | None:
 
 def _reading(pid: int, cpu_s: float, forget_peak: bool) -> _Reading:
     if forget_peak:
-        with contextlib.suppress(PermissionError):  # then the peak is the one since the process began
+        with contextlib.suppress(PermissionError):  # then the peak counts since the process's start
             Path(f"/proc/{pid}/clear_refs").write_text("5")
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     rss, peak = (int(lines[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))

@@ -18,13 +18,13 @@ _AGENT_START_S = 20.0
 
 @runtime_checkable
 class Losing(Protocol):
-    """Called on every rank between two barriers: the last node of the world is blank afterwards."""
+    """`lose` runs on every rank between two barriers. Afterwards the world's last node is blank."""
 
     def lose(self) -> None: ...
 
 
 class LosingOurs(Ours):
-    """Ours; a lost node has a running agent again, on an empty store, as one that was replaced."""
+    """Ours. A lost node gets a running agent on an empty store, like a replaced node."""
 
     def lose(self) -> None:
         if is_of_last_node(self._context) and is_first_of_node():
@@ -53,7 +53,7 @@ def kill_agent(root: Path) -> None:
 
 
 def start_agent(root: Path) -> None:
-    """It serves when this returns, and leaves by itself a minute after its last client."""
+    """Starts an agent and waits until it serves. It exits a minute after its last client."""
     command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(root), "--idle-exit-s", "60"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + _AGENT_START_S

@@ -1,4 +1,4 @@
-"""Saves at every step into the memory tier, and loads from it next to plain copies out of the same memory."""
+"""Saves at every step into the memory tier, and loads from it, compared with plain copies from the same memory."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.steps.context import Context
 def save_every_step(
     context: Context, size_bytes: int, steps: int, step_s: float, disk_every: int, loads: int
 ) -> dict[str, Any]:
-    """What each step's save held up training for, and whether it was in the buddy's memory when the next one began.
+    """Measures how long each save blocks training, and whether the buddy's memory had it when the next save began.
 
     The second half of the context's roots are the memory tiers.
     """
@@ -53,7 +53,7 @@ def save_every_step(
 
 
 def _load_and_copy(manager: CheckpointManager, values: dict[str, Any], there: Path) -> dict[str, float]:
-    """Seconds of a load, of its reading alone, and of reading this rank's shards into memory that was touched before."""
+    """Seconds of a load, of its read phase, and of a plain read of this rank's shards into memory in use."""
     shards = {path: memoryview(bytearray(path.stat().st_size)) for path in there.glob(f"__{dist.get_rank()}_*.distcp")}
     dist.barrier()
     start = time.perf_counter()

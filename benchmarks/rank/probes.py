@@ -1,4 +1,4 @@
-"""What the machine can do, with the ranks' own bytes and all ranks at once: the plainest loop over each resource."""
+"""The speed of the machine's resources: a plain loop over the ranks' own bytes for each, on all ranks at once."""
 
 import itertools
 import mmap
@@ -20,17 +20,17 @@ from tests.steps.context import Context
 PIECE_BYTES = 4 << 20
 _SLICE_BYTES = 1 << 20
 _SOCKET_TIMEOUT_S = 30.0
-_HOST_ENV = "REPLICATED_CKPT_HOST"  # the address that this node's copies come to
+_HOST_ENV = "REPLICATED_CKPT_HOST"  # the address at which this node receives copies
 
 
 class Probes:
-    """One of each kind per rank; `run` measures all of them once."""
+    """One probe of each kind per rank. `run` measures each once."""
 
     def __init__(self, context: Context, state: State, *, is_disk: bool) -> None:
         self._context, self._state, self._is_disk = context, state, is_disk
         folder = shared_directory(context) if is_one_medium(context) else context.root
         self._path = folder / f"probe{context.rank}.distcp"
-        self._scratch = mmap.mmap(-1, PIECE_BYTES)  # aligned to a page, as direct I/O wants it
+        self._scratch = mmap.mmap(-1, PIECE_BYTES)  # page-aligned, as direct I/O requires
 
     def run(self) -> dict[str, Sample | None]:
         taken = {name: measured(work, _nothing, None) for name, work in self._in_memory().items()}
@@ -74,7 +74,9 @@ class Probes:
             os.close(fd)
 
     def _takes_direct(self) -> bool:
-        """Not every file system does; it is the same on all ranks, which share it."""
+        """Whether the file system supports direct I/O. The answer is the same on all ranks, which share the file
+        system.
+        """
         try:
             os.close(os.open(self._path, os.O_WRONLY | os.O_DIRECT))
         except OSError:
@@ -82,7 +84,7 @@ class Probes:
         return True
 
     def _write_direct(self) -> None:
-        """Whole pieces from aligned memory; the copy into it is part of what direct I/O costs."""
+        """Writes whole pieces from aligned memory, without the copy into it that a save would need."""
         left = self._state.size_bytes // PIECE_BYTES * PIECE_BYTES
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
         try:
@@ -101,7 +103,7 @@ class Probes:
             os.close(fd)
 
     def _network(self) -> Callable[[], None]:
-        """Every rank sends its bytes to one on the next node and receives as many."""
+        """Every rank sends its bytes to a rank on the next node, and receives as many."""
         listener = socket.create_server((os.environ.get(_HOST_ENV, "127.0.0.1"), 0))
         listener.settimeout(_SOCKET_TIMEOUT_S)
         context = self._context
@@ -122,12 +124,12 @@ class Probes:
 
 
 def is_one_medium(context: Context) -> bool:
-    """Whether all nodes' stores share a device, so that it does not matter where a probe writes."""
+    """Whether all nodes' stores are on one device, so that a probe may write to any of them."""
     return len({root.stat().st_dev for root in context.roots}) == 1
 
 
 def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """As many pieces as one system call takes, so that small tensors do not cost one each."""
+    """Batches of 64 pieces for one system call, so that small tensors do not need a call each."""
     while batch := list(itertools.islice(pieces, 64)):
         yield batch
 
@@ -151,4 +153,4 @@ def _receive_all(listener: socket.socket) -> None:
 
 
 def _nothing() -> None:
-    """A probe leaves nothing to be done."""
+    """Probes leave no work."""

@@ -1,4 +1,4 @@
-"""Saves with retention in each rank, over recycled files and into new ones by turns; all else is alike."""
+"""Saves with retention, in turn over recycled files and into new ones, with everything else equal."""
 
 import time
 from dataclasses import replace
@@ -22,7 +22,9 @@ _RETIRED_TIMEOUT_S, _POLL_S = 60.0, 0.01
 
 
 class Keeping:
-    """A job that keeps its newest checkpoint. Without `recycles` a file lies where the pool would be: each file is new."""
+    """A job that keeps its newest checkpoint. Without `recycles` a file in place of the pool's directory prevents
+    recycling.
+    """
 
     def __init__(self, context: Context, *, recycles: bool, copies: int) -> None:
         self.context = context
@@ -39,7 +41,7 @@ class Keeping:
         dcp.save(values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)
 
     def settle(self) -> None:
-        """Waits until the checkpoint before is gone."""
+        """Waits until the previous checkpoint is removed."""
         deadline = time.monotonic() + _RETIRED_TIMEOUT_S
         root = self.context.root
         while len(list(root.glob("step-*"))) > 1 or any(root.glob(".trash/*")):
@@ -49,7 +51,7 @@ class Keeping:
 
 
 def save_in_turn(context: Context, size_bytes: int, rounds: int, copies: int, other_roots: list[str]) -> dict[str, Any]:
-    """Samples of the third save and the ones after it, by way; rank 0 has them. New files lie in the other roots."""
+    """Rank 0 returns the samples, by way, of the third save and the later ones. New files are in the other roots."""
     other = replace(context, roots=[Path(root) for root in other_roots])
     jobs = {
         RECYCLED: Keeping(context, recycles=True, copies=copies),

@@ -1,4 +1,4 @@
-"""The steps that the ranks of a benchmark run: rounds of cases, each in another order, and every result verified."""
+"""The steps of the benchmark's ranks: rounds of cases, each round in another order. Every loaded state is verified."""
 
 import random
 import time
@@ -31,10 +31,10 @@ def save_and_load(
     deadline_s: float,
     rounds_before: int = 0,
 ) -> dict[str, Any] | None:
-    """Each round saves by every case, loads that again into memory that was wiped, and compares every byte.
+    """In each round every case saves, loads into wiped memory, and compares every byte.
 
-    Rank 0 returns the samples by case, others None. The first round always happens, further ones begin within
-    `deadline_s`. `rounds_before` them are not counted.
+    Rank 0 returns the samples by case, the others None. The first round always runs. Further rounds begin within
+    `deadline_s`. The `rounds_before` rounds before them are not counted.
     """
     ways = {case["name"]: way_of(context, case["way"], case["options"]) for case in cases}
     _warm_up(context, kind, ways)
@@ -57,7 +57,7 @@ def save_and_load(
 
 
 def save_once(context: Context, kind: str, size_bytes: int, cases: Sequence[Case]) -> int:
-    """Saves by every case under the case's name, for loads of later worlds; returns the bytes of the state."""
+    """Every case saves under its own name, for loads of later worlds. Returns the bytes of the state."""
     _warm_stock(context, kind)
     state = built(context, kind, size_bytes)
     for case in cases:
@@ -78,9 +78,9 @@ def load_saved(
     is_disk: bool,
     is_probed: bool = False,
 ) -> dict[str, Any]:
-    """Loads what `save_once` saved, by every case, into memory that was wiped, and compares every byte.
+    """Every case loads the checkpoint of `save_once` into wiped memory and compares every byte.
 
-    Every rank returns how many bytes it had from peers, by case; rank 0 the samples as well.
+    Every rank returns the bytes that it read from peers, by case. Rank 0 also returns the samples.
     """
     _warm_stock(context, kind)
     state = built(context, kind, size_bytes)
@@ -111,7 +111,7 @@ def _one(
 
 
 def _written_back(context: Context, is_disk: bool) -> None:
-    """What an earlier case has left to the page cache, with `ack="peer-memory"` for one, delays no later one."""
+    """Flushes the page cache, so that an earlier case, such as one with `ack="peer-memory"`, delays no later one."""
     if is_first_of_node() and (is_disk or not is_one_medium(context)):
         write_back(context.root)
 
@@ -119,9 +119,9 @@ def _written_back(context: Context, is_disk: bool) -> None:
 def loaded(
     context: Context, state: State, way: Way, name: str, is_disk: bool, *, settles: bool = False
 ) -> Sample | None:
-    """From the page cache, unless it is a disk: then the files are taken out of it before.
+    """Loads from the page cache or, if `is_disk`, after the files were dropped from it.
 
-    With `settles` the sample goes on until whatever a save had wanted is there again.
+    With `settles` the sample includes the time until all wanted copies exist again.
     """
     state.spoil()
     if is_disk and is_first_of_node():
@@ -135,14 +135,14 @@ def loaded(
 
 
 def _warm_up(context: Context, kind: str, ways: Mapping[str, Way]) -> None:
-    """Agents run, connections are there and modules are imported before anything is measured, as in a job that runs."""
+    """Starts agents, opens connections and imports modules before the measurement, as in a running job."""
     small = built(context, kind, _WARM_BYTES)
     for name, way in ways.items():
         _one(context, small, way, name, f"warm-{slug(name)}", {"save": {}, "load": {}}, is_disk=False)
 
 
 def _warm_stock(context: Context, kind: str) -> None:
-    """As far as a world that has just begun can be warm: DCP and gloo are, nothing of ours is."""
+    """Warms up DCP and gloo, but nothing of ours, as in a world that has just begun."""
     small = built(context, kind, _WARM_BYTES)
     _one(context, small, way_of(context, "stock", {}), "", "warm-stock", {"save": {}, "load": {}}, is_disk=False)
 
@@ -169,7 +169,7 @@ def all_agree(is_so: bool) -> bool:
 
 
 def shuffled(names: list[str], number: int) -> list[str]:
-    """The same on every rank, another in each round."""
+    """The names in an order that is the same on every rank and differs by round."""
     return random.Random(number).sample(names, len(names))
 
 

@@ -1,4 +1,4 @@
-"""Ways to save in a training loop: stock torch's and ours, whose saves go on in the background."""
+"""Ways to save in a training loop: stock torch's and ours, with saves that continue in the background."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,18 +15,18 @@ from replicated_ckpt import CachedSavePlanner, Retention
 from tests.steps.context import Context
 
 _STAGERS_LAST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Torch 2.11's DefaultStager is good for one save, and raises KeyError at the next; 2.13's for many."""
+"""The DefaultStager of torch 2.11 raises KeyError at its second save; that of 2.13 works for many saves."""
 
 
 class NoSaves:
-    """Training alone."""
+    """Training without saves."""
 
     def finish(self, name: str) -> None:
-        """Nothing is under way."""
+        """Nothing to wait for."""
         del name
 
     def allow_change(self) -> None:
-        """There is no copy that a change could reach."""
+        """Nothing to wait for: no copy is being made."""
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         del state, name
@@ -34,13 +34,13 @@ class NoSaves:
 
 
 class StockSync(Stock):
-    """FileSystemWriter; training waits for all of it."""
+    """FileSystemWriter. Training waits for the whole save."""
 
     def finish(self, name: str) -> None:
-        """A save is over with its future."""
+        """Nothing to wait for: a save ends with its future."""
 
     def allow_change(self) -> None:
-        """The state is copied when `begin` returns."""
+        """Nothing to wait for: `begin` returns after the state is copied."""
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         self.save(state, name)
@@ -48,7 +48,7 @@ class StockSync(Stock):
 
 
 class StockAsync(StockSync):
-    """FileSystemWriter in `dcp.async_save`'s thread: it is its own stager, which makes new memory for each copy."""
+    """FileSystemWriter in `dcp.async_save`'s thread. The writer stages by itself, into new memory for each copy."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -59,7 +59,7 @@ class StockAsync(StockSync):
 
 
 class StockStaged(StockAsync):
-    """In a thread with torch's DefaultStager, which keeps its copies from save to save. Changes wait for its own thread."""
+    """With torch's DefaultStager, which reuses its copies' memory. Changes wait for the stager's thread."""
 
     def __init__(self, context: Context, options: StagingOptions) -> None:
         super().__init__(context)
@@ -78,21 +78,21 @@ class StockStaged(StockAsync):
         return answer.upload_completion
 
     def allow_change(self) -> None:
-        """Training waits where it would change the state."""
+        """Waits for the copy before training changes the state."""
         if self._copied is not None:
             self._copied.result()
 
 
 class OursSync(Ours):
-    """ReplicatedWriter; training waits for all of it."""
+    """ReplicatedWriter. Training waits for the whole save."""
 
     def finish(self, name: str) -> None:
-        """Agents may have work left: with `ack="local"` the copies."""
+        """Waits for the work that agents have left, such as the copies of `ack="local"`."""
         self._writer.wait(ack="local")
         self.settle(name)
 
     def allow_change(self) -> None:
-        """The GPU waits, if it has to."""
+        """Lets the GPU wait for the copy, if necessary."""
         self._writer.hold_until_copied()
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
@@ -110,13 +110,13 @@ class OursAsync(OursSync):
 
 
 class OursAsManaged(OursAsync):
-    """As CheckpointManager saves with `keep_last=1`: plans are kept, and files recycled."""
+    """As CheckpointManager saves with `keep_last=1`: with cached plans and recycled files."""
 
     def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
         super().__init__(context, {**options, "retention": Retention(keep_last=1)}, CachedSavePlanner())
 
     def remove(self, name: str) -> None:
-        """A later save retires it."""
+        """Not needed: a later save retires the checkpoint."""
 
 
 Contender = NoSaves | StockSync | OursSync

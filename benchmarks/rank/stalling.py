@@ -1,4 +1,4 @@
-"""The step of ranks that train: how long training stands still for each save, and how long its steps take meanwhile."""
+"""A step of ranks that train: how long each save blocks training, and how long training steps take meanwhile."""
 
 import statistics
 import threading
@@ -19,13 +19,13 @@ from benchmarks.rank.ways import agent_root
 from tests.steps.context import Context
 
 _WARM_BYTES = 1 << 20
-_WIDTH = {"cpu": 384, "cuda": 4096}  # of the matrices that a step multiplies: some 10 ms on one core, some 20 on a GPU
+_WIDTH = {"cpu": 384, "cuda": 4096}  # of a step's matrices: about 10 ms on one core, 20 ms on a GPU
 _PRODUCTS = 8
 _LAP_S = 0.001
 
 
 class Laps:
-    """A thread that sleeps for a millisecond again and again: a lap takes longer while something holds the interpreter."""
+    """A thread that repeatedly sleeps for a millisecond. A lap takes longer while another thread holds the interpreter."""
 
     def __init__(self) -> None:
         self._laps, self._is_over = 0, False
@@ -39,7 +39,7 @@ class Laps:
             self._laps += 1
 
     def end(self) -> float:
-        """Seconds of a lap, on average."""
+        """The average seconds of a lap."""
         self._is_over = True
         self._thread.join()
         return (time.perf_counter() - self._began) / max(1, self._laps)
@@ -49,7 +49,7 @@ Figures = tuple[list[float], list[float], list[float], float]
 
 
 class _Ended:
-    """When a save ended, taken as it ended; one without a future ended before this was made."""
+    """The time at which a save ended. A save without a future has ended before."""
 
     def __init__(self, future: "Future[Any] | None") -> None:
         self._future, self._at = future, time.perf_counter()
@@ -66,19 +66,20 @@ class _Ended:
 
 
 class Training:
-    """Steps that compute, change the state in place and meet the other ranks, and saves between them."""
+    """Steps that compute, change the state in place and synchronise with the other ranks, with saves in between."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._group: Any = dist.new_group()  # saves in the background have the default one
+        self._group: Any = dist.new_group()  # saves in the background use the default group
         width = _WIDTH[state.device.type]
         self._matrix = torch.randn(width, width, device=state.device)
         self._count = 0
 
     def run(self, contender: Contender, names: Sequence[str], every: int) -> Figures:
-        """Seconds that each save blocks, until its future is done, of each step, and of a lap; the last save is over then.
+        """Seconds that each save blocks, seconds until its future is done, seconds of each step, and of a lap.
 
-        A save begins `every` steps after the last one, or when that is done. Each holds the state as it was filled.
+        A save begins `every` steps after the previous one, or when that is done. Each save has the state that
+        `State.train` filled. The last save is over on return.
         """
         blocked: list[float] = []
         done: list[float] = []
@@ -106,7 +107,7 @@ class Training:
             yield time.perf_counter() - start
 
     def _step(self, contender: Contender, *, is_done: bool) -> bool:
-        """Whether the save is done on all ranks."""
+        """Returns whether the save is done on all ranks."""
         product = self._matrix
         for _ in range(_PRODUCTS):
             product = torch.tanh(product @ self._matrix)
@@ -131,7 +132,7 @@ def train(
     *,
     deadline_s: float,
 ) -> dict[str, Any] | None:
-    """Each round trains with every case, and loads what its last save wrote. Rank 0 returns the samples, others None."""
+    """In each round every case trains and loads its last save. Rank 0 returns the samples, the others None."""
     contenders = {case["name"]: contender_of(context, case["way"], case["options"]) for case in cases}
     small = built(context, kind, _WARM_BYTES)
     for name, contender in contenders.items():
@@ -139,7 +140,7 @@ def train(
     state = built(context, kind, size_bytes)
     training = Training(state)
     taken: dict[str, Taken] = {"copy": {}, "block": {}, "p50": {}, "p99": {}, "lap": {}}
-    for name, contender in contenders.items():  # the first one makes memory, which all later ones use again
+    for name, contender in contenders.items():  # the first save allocates memory, which later ones reuse
         _one(context, state, training, contender, f"first-{slug(name)}", 1, 1)
     start = time.monotonic()
     for number in range(rounds):
@@ -158,7 +159,7 @@ def train(
 def _one(
     context: Context, state: State, training: Training, contender: Contender, name: str, saves: int, every: int
 ) -> dict[str, Sample | None]:
-    """One run of a case: its costs with the seconds that a save blocks, and with the median and slowest steps."""
+    """One run of a case: its cost, with the seconds that a save blocks, and of the median and slowest steps."""
     names = [f"{name}-{number}" for number in range(saves)]
     figures: list[Figures] = []
     cost = measured(lambda: figures.append(training.run(contender, names, every)), lambda: None, agent_root(context))
@@ -180,9 +181,9 @@ def _one(
 
 
 def _copied(state: State) -> Sample | None:
-    """One copy of every byte into memory that was used before, pinned for a GPU: what staging costs at least.
+    """One copy of all bytes into memory in use, pinned for a GPU: the least cost of staging.
 
-    The state was written right before, as it was before each save.
+    The state was written right before the copy, as before each save.
     """
     state.fill()
     _await(state.device)
@@ -199,6 +200,6 @@ def _copied(state: State) -> Sample | None:
 
 
 def _await(device: torch.device) -> None:
-    """Returns once the GPU has done what it was told."""
+    """Waits until the GPU is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""States to be saved, whose values follow from name and position, so that any rank of any world can verify its part."""
+"""States whose values follow from name and position, so that any rank of any world can verify its part."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,25 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-_PATTERN_WORDS = 1_048_573  # a prime, so that rows or tensors in a wrong place do not look right
+_PATTERN_WORDS = 1_048_573  # a prime, so that misplaced rows or tensors have wrong values
 _BLOCKS, _BLOCKS_OF_LITTLE = 8, 2
 _LITTLE_BYTES = 16 << 20
 _SMALL_WORDS = 1024  # 4 KB
-_BLOCK_BYTES_PER_WIDTH2 = 12 * 4 * 3  # 12 h^2 parameters in a block, 4 bytes each, and two moments
+_BLOCK_BYTES_PER_WIDTH2 = 12 * 4 * 3  # 12 h^2 parameters in a block with two moments, 4 bytes each
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of one tensor, as 32-bit words, and where the pattern is that belongs there."""
+    """This rank's part of one tensor as 32-bit words, and the position in the pattern of its expected values."""
 
     name: str
     words: torch.Tensor
     start: int
-    """Where its pattern begins, from the first step of training on; each step moves it."""
+    """Where the part's pattern begins. Each training step moves it by one word."""
     is_frozen: bool = False
 
     def pieces(self, pattern: torch.Tensor, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The part and what it must hold after so many steps, in pieces that share memory with both."""
+        """Pieces of the part with their expected values after `steps` steps. The pieces share memory with both."""
         done, size = 0, self.words.numel()
         start = self.start if self.is_frozen else self.start + steps
         while done < size:
@@ -42,7 +42,7 @@ class Part:
 
 
 class State:
-    """`values` is what DCP is given; the tensors in it are written to in place by loads."""
+    """`values` is the state dict for DCP. Loads write into its tensors in place."""
 
     def __init__(self, values: dict[str, Any], rank: int, world_size: int) -> None:
         self.values = values
@@ -55,7 +55,7 @@ class State:
 
     @property
     def device(self) -> torch.device:
-        """Of the largest tensor; an optimizer's counts are on the CPU, whatever it optimizes."""
+        """The device of the largest tensor. An optimizer's step counts are always on the CPU."""
         return max((part.words for part in self.parts), key=torch.numel).device
 
     @property
@@ -68,16 +68,16 @@ class State:
             yield part.words.numpy().view("uint8").data
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's parts as plain tensors, for what knows nothing of DTensors."""
+        """This rank's parts as plain tensors, for tools without support for DTensor."""
         return {part.name: part.words for part in self.parts}
 
     def train(self) -> None:
-        """A step: every value changes, as an optimizer leaves it. Else a save would link what it has saved before."""
+        """One step: every value changes, as with an optimizer. Otherwise a save would link the previous save's files."""
         self._steps += 1
         self.fill()
 
     def freeze(self, share: float) -> "State":
-        """From now on about this share of the bytes stays as it is; returns itself."""
+        """From now on about this share of the bytes does not change. Returns itself."""
         left = share * self.size_bytes
         for number, part in enumerate(self.parts):
             if part.words.nbytes <= left:
@@ -91,12 +91,12 @@ class State:
                 piece.copy_(wanted)
 
     def spoil(self) -> None:
-        """Nothing of what was saved is left in memory."""
+        """Overwrites all saved values in memory."""
         for part in self.parts:
             part.words.zero_()
 
     def wrong(self) -> list[str]:
-        """Names of the tensors that do not hold what they must."""
+        """Names of the tensors with wrong values."""
         return [
             part.name
             for part in self.parts
@@ -116,7 +116,7 @@ def _tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]
 
 
 def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
-    """Where a DTensor begins on this rank that is sharded by rows over the last dimension of its mesh, as FSDP2 has it."""
+    """This rank's part. A DTensor must be sharded by rows over the last dimension of its mesh, as with FSDP2."""
     start = zlib.crc32(name.encode())
     if isinstance(tensor, DTensor):
         rows, mesh = tensor.shape[0], tensor.device_mesh
@@ -128,23 +128,25 @@ def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
 
 
 def fsdp2(size_bytes: int, rank: int, world_size: int, device: str = "cpu") -> State:
-    """A transformer's layers under `fully_shard`, and AdamW's moments of them: about `size_bytes` over all ranks."""
+    """A transformer's layers under `fully_shard` with AdamW's moments: about `size_bytes` over all ranks."""
     return _sharded(size_bytes, init_device_mesh(device, (world_size,)), rank, world_size, device)
 
 
 def frozen(size_bytes: int, rank: int, world_size: int) -> State:
-    """The same, of which 95 % do not change, as of a model with adapters."""
+    """As `fsdp2`, but 95 % of the bytes do not change, as in a model with adapters."""
     return fsdp2(size_bytes, rank, world_size).freeze(0.95)
 
 
 def hsdp(size_bytes: int, rank: int, world_size: int) -> State:
-    """The same, sharded over pairs of ranks, with a replica in each pair: of `size_bytes` without the replicas."""
+    """As `fsdp2`, but sharded over pairs of ranks and replicated in each pair. `size_bytes` does not count the
+    replicas.
+    """
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     return _sharded(size_bytes, mesh, rank, world_size, "cpu")
 
 
 def ddp(size_bytes: int, rank: int, world_size: int) -> State:
-    """The same as a whole on every rank, as DDP leaves it to a state dict."""
+    """As `fsdp2`, but whole on every rank, as in DDP."""
     model = _layers(size_bytes).to_empty(device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -181,14 +183,14 @@ def _block(width: int) -> nn.Module:
 
 
 def small(size_bytes: int, rank: int, world_size: int) -> State:
-    """Tensors of 4 KB, each of one rank's own, so many that there are `size_bytes` over all ranks."""
+    """Tensors of 4 KB, each on one rank, with `size_bytes` over all ranks."""
     count = size_bytes // (4 * _SMALL_WORDS)
     own = range(rank, count, world_size)
     return State({f"tensor{index}": torch.empty(_SMALL_WORDS) for index in own}, rank, world_size)
 
 
 def small_adamw(size_bytes: int, rank: int, world_size: int) -> State:
-    """The same, a third of them of a model and two thirds of its optimizer."""
+    """As `small`, with a third of the tensors in the model and two thirds in its optimizer."""
     count = size_bytes // (4 * _SMALL_WORDS)
     own: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
     for index in range(rank, count, world_size):
@@ -198,7 +200,7 @@ def small_adamw(size_bytes: int, rank: int, world_size: int) -> State:
 
 
 def plain(size_bytes: int, rank: int, world_size: int) -> State:
-    """Sixteen tensors of each rank's own, for what knows nothing of DTensors."""
+    """Sixteen tensors of each rank's own, for tools without support for DTensor."""
     words = size_bytes // world_size // 16 // 4
     return State({f"rank{rank}.tensor{index}": torch.empty(words) for index in range(16)}, rank, world_size)
 

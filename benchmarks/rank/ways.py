@@ -1,4 +1,4 @@
-"""Ways to save and load a state: stock torch and ours, on directories and in buckets."""
+"""Ways to save and load a state: stock torch and ours, in directories and in buckets."""
 
 import ctypes
 import os
@@ -22,24 +22,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Way(Protocol):
-    """How one contender saves and loads; made once in each rank and used for all rounds."""
+    """How one contender saves and loads. Each rank creates it once and uses it in all rounds."""
 
     def save(self, state: State, name: str) -> None: ...
 
     def settle(self, name: str) -> None:
-        """Waits for what a save has left to be done."""
+        """Waits for the work that the save has left."""
 
     def load(self, state: State, name: str) -> None: ...
 
     def cool(self, name: str) -> None:
-        """Takes what was saved out of the page cache of this machine."""
+        """Drops the checkpoint's files from the page cache of this machine."""
 
     def remove(self, name: str) -> None:
-        """On every rank, which then meet at a barrier."""
+        """Called on every rank, before a barrier."""
 
 
 class Stock:
-    """FileSystemWriter and FileSystemReader as torch has them, with all defaults, on a directory that all ranks share."""
+    """Torch's FileSystemWriter and FileSystemReader with all defaults, on a directory that all ranks share."""
 
     def __init__(self, context: Context) -> None:
         self._base = shared_directory(context)
@@ -48,7 +48,7 @@ class Stock:
         dcp.save(state.values, storage_writer=dcp.FileSystemWriter(self._base / name))
 
     def settle(self, name: str) -> None:
-        """Its files are fsynced when it returns."""
+        """Nothing to wait for: the files are fsynced when `save` returns."""
 
     def load(self, state: State, name: str) -> None:
         dcp.load(state.values, storage_reader=dcp.FileSystemReader(self._base / name))
@@ -62,20 +62,20 @@ class Stock:
 
 
 class Ours:
-    """ReplicatedWriter and ReplicatedReader; `options` are the writer's. The planner is torch's if there is none here."""
+    """ReplicatedWriter and ReplicatedReader. `options` are the writer's. Without `planner` torch's is used."""
 
     def __init__(self, context: Context, options: Mapping[str, Any], planner: CachedSavePlanner | None = None) -> None:
         self._context = context
         self._planner = planner
         self._copies = min(int(options.get("copies", 2)), context_nodes(context))
         self._writer = ReplicatedWriter(context.root, **options)
-        self.remote_bytes = 0  # of this rank's last load
+        self.remote_bytes = 0  # bytes from peers in this rank's last load
 
     def save(self, state: State, name: str) -> None:
         dcp.save(state.values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)
 
     def settle(self, name: str) -> None:
-        """With `ack="local"` the agents make the copies now: until as many nodes as wanted hold every shard."""
+        """Waits until enough nodes hold every shard. With `ack="local"` the agents make the copies after the save."""
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while self._fewest_copies(name) < self._copies:
             if time.monotonic() > deadline:
@@ -101,13 +101,13 @@ class Ours:
 
 
 class OursKeepingOne(Ours):
-    """A job with `keep_last=1`, as CheckpointManager saves: plans are kept, and files recycled."""
+    """A job with `keep_last=1`, as CheckpointManager saves: with cached plans and recycled files."""
 
     def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
         super().__init__(context, {**options, "retention": Retention(keep_last=1)}, CachedSavePlanner())
 
     def settle(self, name: str) -> None:
-        """Until the checkpoint before is gone, too."""
+        """Also waits until the previous checkpoint is removed."""
         super().settle(name)
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while len(list(self._context.root.glob("*/.metadata"))) > 1 or any(self._context.root.glob(".trash/*")):
@@ -116,11 +116,11 @@ class OursKeepingOne(Ours):
             time.sleep(_POLL_S)
 
     def remove(self, name: str) -> None:
-        """The next save retires it."""
+        """Not needed: the next save retires the checkpoint."""
 
 
 class StockBucket:
-    """FsspecWriter and FsspecReader as torch has them."""
+    """Torch's FsspecWriter and FsspecReader."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
         self._url, self._options = url, dict(storage_options)
@@ -129,13 +129,13 @@ class StockBucket:
         dcp.save(state.values, storage_writer=FsspecWriter(f"{self._url}/{name}", **self._options))
 
     def settle(self, name: str) -> None:
-        """It is in the bucket when it returns."""
+        """Nothing to wait for: the checkpoint is in the bucket when `save` returns."""
 
     def load(self, state: State, name: str) -> None:
         dcp.load(state.values, storage_reader=FsspecReader(f"{self._url}/{name}", **self._options))
 
     def cool(self, name: str) -> None:
-        """The bucket is the server's matter."""
+        """Not possible: the cache is the server's."""
 
     def remove(self, name: str) -> None:
         if dist.get_rank() == 0:
@@ -145,7 +145,7 @@ class StockBucket:
 
 
 class OursBucket(Ours):
-    """Ours with a bucket: saved on the nodes and there, loaded from there alone."""
+    """Ours with a bucket: saves to the nodes and the bucket, loads from the bucket alone."""
 
     def __init__(
         self, context: Context, url: str, storage_options: Mapping[str, Any], options: Mapping[str, Any]
@@ -164,12 +164,12 @@ class OursBucket(Ours):
 
 
 def shared_directory(context: Context) -> Path:
-    """Beside the nodes' stores, so on the same medium."""
+    """A directory beside the nodes' stores, and so on the same medium."""
     return context.roots[0].parent / "shared"
 
 
 def context_nodes(context: Context) -> int:
-    """Nodes of this world."""
+    """The number of nodes in this world."""
     return context.world_size // int(os.environ["LOCAL_WORLD_SIZE"])
 
 
@@ -178,12 +178,12 @@ def is_first_of_node() -> bool:
 
 
 def agent_root(context: Context) -> Path | None:
-    """The store whose agent this rank watches."""
+    """The store whose agent this rank measures, or None."""
     return context.root if is_first_of_node() else None
 
 
 def write_back(folder: Path) -> None:
-    """Waits until the file system of this folder has written what it was given."""
+    """Waits until the file system of this folder has written all its data."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         if _libc.syncfs(fd) != 0:
@@ -193,7 +193,7 @@ def write_back(folder: Path) -> None:
 
 
 def cool_files(folder: Path) -> None:
-    """The kernel may forget these files' pages, once they are written; no privilege is needed, and nothing else is hit."""
+    """Drops these files from the page cache, after they are written. Needs no privilege and affects no other files."""
     for path in folder.rglob("*.distcp"):
         fd = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The figures of one run in docs/measurements.md: tables between marks, in place of what was there, and their plots."""
+"""Writes the figures of one run into docs/measurements.md, as tables between marks, and draws their plots."""
 
 import re
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ SUMMARY = Path("docs/measurements.md")
 
 
 class NoMarks(Exception):
-    """A document does not say where its figures go."""
+    """A document has no marks for the figures."""
 
 
 def written(results: Results, root: Path) -> list[Path]:
-    """Fills docs/measurements.md and draws the plots; returns what was written."""
+    """Fills docs/measurements.md and draws the plots. Returns the written files."""
     _fill(root / SUMMARY, summary(results))
     return [*write_plots(root), root / SUMMARY]
 
 
 def summary(results: Results) -> str:
-    """A table of times as multiples of stock torch's for each suite, a column for each setup, and its plot."""
+    """For each suite a table of times as multiples of stock torch's, with a column for each setup, and its plot."""
     lines = [_origin(results), ""]
     for suite, works, what in (
         ("save", ("save",), "save"),

@@ -16,7 +16,7 @@ _TABLE_WITH_PLOT = re.compile(r"((?:^\|.*\|\n)+)\n!\[([^\]]+)\]\(\.\./benchmarks
 
 
 def write_plots(root: Path) -> list[Path]:
-    """Draws the plots of all pages of docs/; returns the files that it wrote."""
+    """Draws the plots of all pages of docs/. Returns the written files."""
     (root / PLOTS).mkdir(parents=True, exist_ok=True)
     written = []
     for page in sorted((root / "docs").glob("*.md")):
@@ -43,7 +43,7 @@ def _bars(column: str, rows: Sequence[Sequence[str]], index: int) -> Bars:
 
 
 def _mean(cell: str) -> float | None:
-    """The number in a cell; of a range or of several runs their mean. What is in brackets does not count."""
+    """The number in a cell, or the mean of a range or of several runs. Text in brackets does not count."""
     numbers = re.findall(r"\d+(?:\.\d+)?", re.sub(r"\(.*?\)", "", cell))
     return statistics.mean(map(float, numbers)) if numbers else None
 

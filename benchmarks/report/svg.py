@@ -1,4 +1,4 @@
-"""Charts of bars as SVG text, alike for alike figures. They bring a background, light or dark as the reader's system."""
+"""Bar charts as SVG text; the same figures give the same text. The background follows the reader's light or dark theme."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from xml.sax.saxutils import escape
 _FONT = 'font-family="system-ui,sans-serif" font-size="13"'
 _ROW, _LABEL, _BAR, _WIDTH = 21, 330, 360, 820
 _COLOURS = (("#0969da", "#4493f8"), ("#bc4c00", "#f0883e"), ("#1a7f37", "#3fb950"), ("#8250df", "#ab7df8"))
-"""Of bars, on a light background and on a dark one."""
+"""Colours of bars on a light and on a dark background."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of horizontal bars under a heading: (label, value, what stands beside the bar)."""
+    """A group of horizontal bars under a heading: (label, value, text beside the bar)."""
 
     heading: str
     bars: Sequence[tuple[str, float, str]]
 
 
 def bar_chart(title: str, groups: Sequence[Bars], *, mark: float | None = None) -> str:
-    """Bars whose labels begin with the same word have one colour. `mark` is a value at which a vertical line stands."""
+    """Bars whose labels begin with the same word have the same colour. `mark` draws a vertical line at that value."""
     kinds = list(dict.fromkeys(_kind(label) for group in groups for label, _, _ in group.bars))
     scale = _BAR / max(mark or 0.0, *(value for group in groups for _, value, _ in group.bars))
     y, parts = 58, []
@@ -38,7 +38,7 @@ def bar_chart(title: str, groups: Sequence[Bars], *, mark: float | None = None) 
 
 
 def _kind(label: str) -> str:
-    """The first word, for which a bar has its colour; numbers have one together."""
+    """The first word of a label, which selects the bar's colour. All numbers have the same colour."""
     word = label.split(maxsplit=1)[0].rstrip(",:")
     return "" if word[0].isdigit() else word
 

@@ -35,7 +35,7 @@ Cells = tuple[str, ...]
 
 
 def printed(results: Results) -> str:
-    """All of it, with what was skipped at the end."""
+    """All tables, then what was skipped or failed."""
     machine = results.machine
     lines = [", ".join(f"{name} {value}" for name, value in machine.items()), ""]
     for title, rows, probes in sections(results):
@@ -46,7 +46,7 @@ def printed(results: Results) -> str:
 
 
 def sections(results: Results) -> Iterator[tuple[str, list[Row], str]]:
-    """Title, rows, and what the machine did alone, for each table."""
+    """For each table: its title, rows, and the speeds of the machine alone."""
     for suite in distinct(row.suite for row in results.rows):
         rows = results.of(suite)
         for setup in distinct(row.setup for row in rows):
@@ -80,7 +80,7 @@ def cells(results: Results, row: Row) -> Cells:
 
 
 def _probes(rows: Sequence[Row]) -> str:
-    found = list({row.case: row for row in rows if row.work == "probe"}.values())  # one world's
+    found = list({row.case: row for row in rows if row.work == "probe"}.values())  # of one world
     speeds = [f"{row.case} {row.state_bytes / row.seconds / 1e9:.2f}" for row in found]
     return f"The machine alone, all ranks at once, GB/s: {', '.join(speeds)}." if speeds else ""
 
@@ -90,7 +90,7 @@ def _or_dash(value: float | None, digits: int) -> str:
 
 
 def _aligned(rows: Sequence[Cells]) -> list[str]:
-    """Numbers to the right; a row that has only a note does not make its column wide."""
+    """Aligns numbers to the right. A row with only a note does not widen its column."""
     full = [row for row in rows if row[-1]]
     widths = [max(len(row[column]) for row in full or rows) for column in range(len(rows[0]))]
     widths[0] = max(len(row[0]) for row in rows)

@@ -1,4 +1,4 @@
-"""The suite of buckets: stock FsspecWriter and FsspecReader, and ours with the agents uploading, against one S3 server."""
+"""The suite of buckets, against one S3 server: stock FsspecWriter and FsspecReader, and ours, whose agents upload."""
 
 import sys
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from benchmarks.suites.setup import Setup, cluster_on
 from tests.buckets.servers import Server, moto_server, radosgw_server
 from tests.buckets.servers import Unavailable as NoServer
 
-SHARE = 0.07  # of the time for all suites
+SHARE = 0.07  # share of the time of all suites
 STOCK_BUCKET = "stock FsspecWriter (s3fs)"
 _BUCKET = "bench"
-_SIZE_BYTES_MAX = {"radosgw": 256 << 20, "moto": 16 << 20}  # moto copies the whole object for each range that is read
+_SIZE_BYTES_MAX = {"radosgw": 256 << 20, "moto": 16 << 20}  # moto copies the whole object for each range read
 
 
 def bucket_suite(options: Options) -> list[Row]:
-    """In memory, so that the server is the only medium; a save by ours has `copies` on the nodes besides."""
+    """Stores are in memory, so that only the server limits the speed. Ours also makes `copies` on the nodes."""
     with _server(options.server) as (name, server):
         server.make_bucket(_BUCKET)
         size_bytes, title = min(options.size_bytes, _SIZE_BYTES_MAX[name]), f"{name}, 2 x 2"
@@ -28,7 +28,7 @@ def bucket_suite(options: Options) -> list[Row]:
         if BUCKET_PEER.version is not None:
             try:
                 return _rows(options, title, bucket_cases(server) + _their_cases(server), size_bytes)
-            except AssertionError as exc:  # a peer that does not work here must not end the benchmark
+            except AssertionError as exc:  # the benchmark continues without the peer
                 print(str(exc)[-2000:], file=sys.stderr)
                 note = f"{BUCKET_PEER.distribution} {BUCKET_PEER.version} failed here"
         missing = Row("bucket", title, "save", BUCKET_PEER.way, STOCK_BUCKET, size_bytes, note=note)
@@ -62,7 +62,7 @@ def _case(server: Server, name: str, way: str, **options: object) -> Case:
 
 @contextmanager
 def _server(wanted: str) -> Iterator[tuple[str, Server]]:
-    """Ceph's radosgw where it can be had; moto otherwise, which is slower than any client and measures little."""
+    """Ceph's radosgw if it can be installed, else moto, which is slower than any client."""
     with ExitStack() as stack:
         name, server = wanted, None
         if wanted == "radosgw":

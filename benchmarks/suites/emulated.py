@@ -1,4 +1,4 @@
-"""The suite of emulated clusters: nodes with a network link and a disk of set speeds, and how near a save comes to them."""
+"""The suite of emulated clusters: how near saves come to the set speeds of the nodes' links and disks."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from benchmarks.suites.setup import Setup, Unavailable, scratch_folder
 from tests.harness.cluster import Cluster
 from tests.harness.network import AGENTS, network_of, why_no_network
 
-SHARE = 0.13  # of the time for all suites
+SHARE = 0.13  # share of the time of all suites
 NODES, RANKS = 2, 1
 _SIZE_BYTES_MAX = 400 << 20
-_DISK_SLACK_BYTES = 160 << 20  # a file system's own, and what a warm-up leaves
+_DISK_SLACK_BYTES = 160 << 20  # for the file system itself and the files of the warm-up
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of each node: its link, in each direction, and its disk, both in bytes per second."""
+    """The speeds of each node in bytes per second: its link, in each direction, and its disk."""
 
     network: float
     disk: float
@@ -31,7 +31,7 @@ class Speeds:
         return f"{self.network * 8 / 1e9:g} Gbit/s, {self.disk / 1e6:.0f} MB/s"
 
     def parts_s(self, node_bytes: float, copies: int) -> tuple[float, float]:
-        """How long disk and network of a node are busy, at least, if every node's bytes get so many copies."""
+        """The least seconds that a node's disk and network need for `copies` copies of every node's bytes."""
         return copies * node_bytes / self.disk, (copies - 1) * node_bytes / self.network
 
 
@@ -39,7 +39,7 @@ SPEEDS = (Speeds(125e6, 200e6), Speeds(125e6, 600e6), Speeds(500e6, 200e6))
 
 
 def emulated_suite(options: Options) -> list[Row]:
-    """For each pair of speeds: one copy, and two at two levels of acknowledgement, against what disk and network allow."""
+    """For each pair of speeds: one copy, and two at two levels of acknowledgement, compared with disk and network."""
     if why := why_no_network() or why_no_pace():
         raise Unavailable(why)
     size_bytes = min(options.size_bytes, _SIZE_BYTES_MAX)
@@ -59,13 +59,13 @@ def _rows(options: Options, speeds: Speeds, size_bytes: int, seconds: float) -> 
 
 
 def _bounded(row: Row, speeds: Speeds, cases: Sequence[Case]) -> Row:
-    """The limit of a save is the longer of what its node's disk and link need; the note has their sum."""
+    """The limit of a save is the longer of its node's disk and link times. The note has both and their sum."""
     copies = next((case["copies"] for case in cases if case["name"] == row.case), None)
     if row.work != "save" or copies is None:
         return replace(row, base="")
     disk_s, network_s = speeds.parts_s(row.state_bytes / NODES, copies)
     if "memory" in row.case:
-        disk_s /= copies  # the buddy's copy need not be on its disk yet
+        disk_s /= copies  # the buddy need not have written its copy yet
     note = f"disk {disk_s:.2f} s, network {network_s:.2f} s, one after the other {disk_s + network_s:.2f} s"
     return replace(row, base="", limit_s=max(disk_s, network_s), note=note)
 
@@ -80,14 +80,14 @@ def _paced_cluster(options: Options, speeds: Speeds, disk_bytes: int) -> Iterato
             image = folder / f"disk{index}"
             made.enter_context(paced_disk(image, node.disk, disk_bytes, speeds.disk))
         made.enter_context(network_of(cluster))
-        made.enter_context(cluster)  # it is closed first
+        made.enter_context(cluster)  # closed before the network
         for node in cluster.nodes:
             limit_link(str(node.netns), speeds.network)
         yield cluster
 
 
 def limit_link(netns: str, bytes_per_s: float) -> None:
-    """The node's agents' link sends no faster than that, in bursts of 5 ms."""
+    """Limits the sending rate of the link of the node's agents, with bursts of 5 ms."""
     rate = ["rate", f"{bytes_per_s * 8:.0f}bit", "burst", f"{bytes_per_s * 0.005:.0f}", "latency", "100ms"]
     command = ["tc", "-n", netns, "qdisc", "add", "dev", AGENTS, "root", "tbf", *rate]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

@@ -1,4 +1,4 @@
-"""The suite of growth: how the cost of a save and a load goes with size, ranks, items and copies. On tmpfs."""
+"""The suite of growth, on tmpfs: how save and load times depend on size, ranks, items and copies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,9 @@ from benchmarks.suites.results import Row
 from benchmarks.suites.saving import STOCK, Case, our_case, saved_and_loaded, stock_case
 from benchmarks.suites.setup import Setup
 
-SHARE = 0.15  # of the time for all suites
+SHARE = 0.15  # share of the time of all suites
 SIZES = (1, 4, 16)
-RANKS = ((1, 1), (2, 1), (2, 2), (2, 4))  # nodes, and ranks on each
+RANKS = ((1, 1), (2, 1), (2, 2), (2, 4))  # nodes, and ranks per node
 ITEMS = (100, 1_000, 10_000, 100_000)
 COPIES = (1, 2, 3)
 _ITEM_BYTES = 4 << 10
@@ -48,7 +48,7 @@ def _by_items(options: Options) -> list[Row]:
 
 
 def _by_copies(options: Options) -> list[Row]:
-    """Stock's one copy is compared with every number of copies."""
+    """Stock's one copy is the base of every number of copies."""
     cases = [stock_case(), *(our_case(copies) for copies in COPIES)]
     taken = _point("copies", 0, options, (COPIES[-1], 1), "fsdp2", options.size_bytes // 4, cases)
     by_name = {our_case(copies)["name"]: copies for copies in COPIES}

@@ -1,7 +1,7 @@
-"""What a save or load takes at least on this machine, from what its parts took alone in the same run.
+"""The least time of a save or load on this machine, from probes of its parts in the same run.
 
-The model: the device is busy for as long as writing or reading all copies alone takes, the cores for as long as the CPU
-seconds of all parts together take, and whichever is longer is the limit. Nothing else that a real save does is in it.
+The device is busy for the time that writing or reading all copies alone takes. The cores are busy for the CPU seconds
+of all parts together. The longer of the two is the limit. It includes nothing else that a real save does.
 """
 
 import os
@@ -14,7 +14,7 @@ from benchmarks.suites.results import Sample
 
 @dataclass(frozen=True)
 class Resource:
-    """For the whole state by all ranks at once: seconds, and CPU seconds of all."""
+    """One probe over the whole state, on all ranks at once: seconds, and CPU seconds of all ranks."""
 
     seconds: float
     cpu_s: float
@@ -22,19 +22,19 @@ class Resource:
 
 @dataclass(frozen=True)
 class Limits:
-    """By name of the probe: copy, checksum, network, write, write direct, read."""
+    """`by_name` has the probes: copy, checksum, network, write, write direct, read."""
 
     by_name: Mapping[str, Resource]
     cores: int
 
     def save_s(self, copies: int) -> float:
-        """Every byte gets a checksum, is written to `copies` files and sent to all but one of them."""
+        """Every byte gets a checksum, is written to `copies` files, and is sent to all but one of them."""
         write = self._write()
         cpu_s = self._cpu_s("checksum") + copies * write.cpu_s + (copies - 1) * self._cpu_s("network")
         return max(copies * write.seconds, cpu_s / self.cores)
 
     def load_s(self, remote_fraction: float = 0.0) -> float:
-        """Every byte is read and gets a checksum; so much of them comes over the network."""
+        """Every byte is read and gets a checksum. `remote_fraction` of them come over the network."""
         read = self.by_name["read"]
         cpu_s = self._cpu_s("checksum") + read.cpu_s + remote_fraction * self._cpu_s("network")
         return max(read.seconds, cpu_s / self.cores)

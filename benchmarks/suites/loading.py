@@ -1,4 +1,4 @@
-"""The suite of loads by worlds that have just begun: all local, a node lost and gone, a node lost and replaced."""
+"""The suite of loads by new processes: all shards local, a node lost, and a node replaced by a blank one."""
 
 import contextlib
 import shutil
@@ -16,7 +16,7 @@ from benchmarks.suites.setup import Setup, cluster_on, setups
 from tests.harness.cluster import ByRank, Call, Cluster, call
 from tests.harness.launch import T
 
-SHARE = 0.22  # of the time for all suites
+SHARE = 0.22  # share of the time of all suites
 ALL_LOCAL = "ours, all local"
 STARTS_AGENTS = "ours, all local, agents start with it"
 SHRUNK = "ours, a node lost, the others load"
@@ -29,7 +29,7 @@ _LAUNCH_TIMEOUT_S = 240.0
 def load_suite(options: Options) -> list[Row]:
     rows: list[Row] = []
     for setup in setups(options):
-        # Both checkpoints and the probe's file.
+        # Both checkpoints and the file of the probes.
         with cluster_on(options, setup, options.size_bytes * (_COPIES + 2)) as cluster:
             loads = _Loads(cluster, setup, options.size_bytes)
             loads.save()
@@ -58,7 +58,7 @@ class _Loads:
         self.state_bytes = self._run(step, range(self.setup.nodes)).agreed()
 
     def one_round(self, number: int) -> None:
-        """Each of the four worlds once, and stock's load in the one that has lost nothing and finds its agents running."""
+        """Each of the four worlds loads once. Stock loads in the world with all nodes and running agents."""
         everyone, lost = range(self.setup.nodes), self.setup.nodes - 1
         self._serve(everyone)
         self._load([_case(STOCK, "stock", _SAVED_BY_STOCK), _case(ALL_LOCAL, "ours", _SAVED_BY_OURS)], number, everyone)
@@ -72,7 +72,7 @@ class _Loads:
             self._load([_case(REPLACED, "ours", _SAVED_BY_OURS)], number, everyone)
 
     def _serve(self, nodes: Iterable[int]) -> None:
-        """The agents of these nodes run, as on nodes where they are a service or have outlived a job; no others do."""
+        """Starts the agents of these nodes, as a service would, and stops all others."""
         self.cluster.stop_agents()
         self.cluster.start_agents({node: {} for node in nodes})
 
@@ -99,7 +99,7 @@ class _Loads:
 
     @contextlib.contextmanager
     def _lost(self, index: int) -> Iterator[None]:
-        """The node has no agent and no byte; afterwards it is as before, and whatever it has got meanwhile is gone."""
+        """The node has no agent and no data. Afterwards its old data returns, and new data is deleted."""
         node = self.cluster.nodes[index]
         node.kill_agent()
         aside = node.disk.with_suffix(".aside")

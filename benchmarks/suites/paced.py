@@ -1,4 +1,4 @@
-"""Disks of a set speed: ext4 on a loop device in memory, slowed by blkio's throttle (cgroup v1). Needs root."""
+"""Disks of a set speed: ext4 on a loop device in memory, throttled by blkio of cgroup v1. Needs root."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ _COMMAND_TIMEOUT_S = 60
 
 
 def why_no_pace() -> str | None:
-    """Why this machine cannot have such disks; None if it can."""
+    """Why this machine cannot have such disks, or None if it can."""
     if os.geteuid() != 0:
         return "loop devices need root"
     if not Path("/dev/loop-control").exists():
@@ -23,7 +23,7 @@ def why_no_pace() -> str | None:
 
 @contextmanager
 def paced_disk(image: Path, target: Path, size_bytes: int, bytes_per_s: float) -> Iterator[None]:
-    """A file system of this size at `target`, in the file `image`, that is written to no faster than that."""
+    """A file system of `size_bytes` at `target`, in the file `image`, with a limited write speed."""
     with ExitStack() as made:
         with image.open("wb") as file:
             file.truncate(size_bytes)

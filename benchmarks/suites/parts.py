@@ -1,4 +1,4 @@
-"""Saves in parts: a file for the weights and one for the optimizer, or one for all; and what does not change, linked."""
+"""Saves in parts: a file for the weights and one for the optimizer, or one for both; and linked unchanged entries."""
 
 from benchmarks.options import Options
 from benchmarks.suites.results import Row
@@ -13,10 +13,10 @@ from benchmarks.suites.saving import (
 )
 from benchmarks.suites.setup import cluster_on, setups
 
-SHARE_OF_PARTS = 0.2  # of the time for all suites
+SHARE_OF_PARTS = 0.2  # share of the time of all suites
 _SAVES_BEFORE = 3
 """The fourth save is the first that links."""
-_CHECKPOINTS = 5  # stock's, and two with two copies
+_CHECKPOINTS = 5  # one of stock's, and two with two copies each
 
 
 def one_file_case() -> Case:
@@ -24,7 +24,7 @@ def one_file_case() -> Case:
 
 
 def frozen_case(*, is_linked: bool) -> Case:
-    """A job that keeps its newest checkpoint, which the next one may link."""
+    """A job that keeps its newest checkpoint, whose files the next save may link."""
     case = keeping_case(2)
     options = {**case["options"], "link_unchanged": is_linked}
     return {**case, "name": f"ours, 2 copies, {'linked' if is_linked else 'written anew'}", "options": options}
@@ -39,7 +39,7 @@ def parts_suite(options: Options) -> list[Row]:
     for setup in here:
         for kind, size_bytes in sizes.items():
             rows += saved_and_loaded(f"parts {kind}", options, setup, kind, size_bytes, cases, seconds)
-        # A world for each: what one job retires is no other's.
+        # Each case has its own world, because a job's retention removes the checkpoints of others.
         for is_linked in (False, True):
             kept = [stock_case(), frozen_case(is_linked=is_linked)]
             with cluster_on(options, setup, _CHECKPOINTS * options.size_bytes) as cluster:

@@ -1,4 +1,4 @@
-"""The suite of peers: each compared with stock torch, and ours with as many copies, on the same state in the same world."""
+"""The suite of peers: each tool, stock torch, and ours with as many copies, on the same state in the same world."""
 
 import sys
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from benchmarks.suites.saving import STOCK, Case, our_case, stock_case
 from benchmarks.suites.setup import Setup, cluster_on
 from tests.harness.cluster import call
 
-SHARE = 0.1  # of the time for all suites
+SHARE = 0.1  # share of the time of all suites
 _SIZE_BYTES_MAX = 256 << 20
 _GRACE_S = 120.0
 
 
 def peers_suite(options: Options) -> list[Row]:
-    """On tmpfs, where an fsync costs nothing: not all of them make one."""
+    """On tmpfs, where fsync costs nothing, because some peers do not fsync."""
     rows: list[Row] = []
     for peer in PEERS:
         if peer.version is None:
@@ -26,7 +26,7 @@ def peers_suite(options: Options) -> list[Row]:
             continue
         try:
             rows += _compare(options, peer, options.seconds * SHARE / len(PEERS))
-        except AssertionError as exc:  # a rank failed: a peer that does not work here must not end the benchmark
+        except AssertionError as exc:  # a rank failed; the benchmark continues without the peer
             print(f"{peer.way}: {str(exc)[-2000:]}", file=sys.stderr)
             rows.append(_without(peer, f"{peer.distribution} {peer.version} failed here"))
     return rows
@@ -58,7 +58,7 @@ def _compare(options: Options, peer: Peer, seconds: float) -> list[Row]:
 
 def _rows(peer: Peer, cases: Sequence[Case], taken: dict[str, dict[str, list[dict[str, float]]]]) -> list[Row]:
     limits, title, rows = limits_of(taken["probe"]), f"{peer.way}: {peer.promise}", []
-    size = int(taken["state_bytes"])  # type: ignore[call-overload]  # the one entry that is a number
+    size = int(taken["state_bytes"])  # type: ignore[call-overload]  # the only entry that is a number
     for case in cases:
         limit_by_work = {"save": limits.save_s(case["copies"]), "load": limits.load_s(), "recover": limits.load_s(0.5)}
         for work, limit_s in limit_by_work.items():

@@ -1,9 +1,9 @@
-"""The third save, and each after it, of a job with `keep_last=1`: over recycled files, and into new ones.
+"""The third and later saves of a job with `keep_last=1`, over recycled files and into new ones.
 
     python -m benchmarks.suites.recycling [--medium tmpfs] [--copies 2] [--size-mib 954] [--rounds 7] [--disk DIRECTORY]
 
-Two nodes of two ranks; both ways take turns in one run. CPU seconds are of all ranks and agents, until the checkpoint
-before is removed.
+Two nodes of two ranks. Both ways take turns in one run. CPU seconds are those of all ranks and agents, until the
+previous checkpoint is removed.
 """
 
 import argparse
@@ -46,8 +46,8 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recycling", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--medium", choices=("tmpfs", "disk"), default="tmpfs", help="where the stores lie")
-    parser.add_argument("--copies", type=int, default=2, help="of each shard")
-    parser.add_argument("--size-mib", type=int, default=954, help="of the state over all ranks")
+    parser.add_argument("--copies", type=int, default=2, help="copies of each shard")
+    parser.add_argument("--size-mib", type=int, default=954, help="size of the state over all ranks")
     parser.add_argument("--rounds", type=int, default=7, help="saves that count")
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")
     return parser.parse_args()

@@ -1,23 +1,23 @@
-"""Saves of a state that several ranks have: DDP's and HSDP's, with and without the comparison of the replicas."""
+"""Saves of replicated states of DDP and HSDP, with and without the comparison of the replicas."""
 
 from benchmarks.options import Options
 from benchmarks.suites.results import Row
 from benchmarks.suites.saving import Case, kept_case, saved_and_loaded, stock_case
 from benchmarks.suites.setup import setups
 
-SHARE_OF_REPLICAS = 0.3  # of the time for all suites
+SHARE_OF_REPLICAS = 0.3  # share of the time of all suites
 _KINDS = ("ddp", "hsdp")
 
 
 def compared_case(within: int | str | None) -> Case:
-    """As CheckpointManager saves, with two copies, comparing everything `within` so many saves."""
+    """As CheckpointManager saves with two copies. Every replica is compared once in `within` saves, in each, or never."""
     case = kept_case(2)
-    told = (
+    comparison = (
         "not compared" if within is None else f"{within} compared" if within == "all" else f"compared within {within}"
     )
     return {
         **case,
-        "name": f"ours, 2 copies, {told}",
+        "name": f"ours, 2 copies, {comparison}",
         "options": {**case["options"], "compare_replicas": within},
     }
 

@@ -1,4 +1,4 @@
-"""What was measured: rows of samples, as suites make them and reports read them."""
+"""The results of a run: rows of samples, which suites create and reports read."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,10 @@ Sample = Mapping[str, float]  # the fields of benchmarks.rank.cost.Sample
 
 @dataclass(frozen=True)
 class Row:
-    """One case in one setup. `limit_s`: what the machine needs for the same at least; `x` is the size of a case that grows.
+    """One case in one setup. `base` is the case of the same setup that it is compared with.
 
-    Without samples `note` says why there are none. `base` is the case in the same setup that it is compared with.
+    `limit_s` is the least time that the machine needs. `x` is the size of a case that grows. If there are no samples,
+    `note` has the reason.
     """
 
     suite: str
@@ -48,7 +49,7 @@ class Row:
 
 @dataclass
 class Results:
-    """A whole run. `skipped` says what did not run here, and why; `failed` names suites that broke off."""
+    """A whole run. `skipped` lists what did not run here, with reasons. `failed` names suites whose ranks failed."""
 
     machine: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -67,7 +68,7 @@ class Results:
         return None
 
     def ratio(self, row: Row) -> float | None:
-        """Median over the rounds of its time to that of its base in the same round."""
+        """The median over the rounds of the row's time divided by its base's time in the same round."""
         base = self.base_of(row)
         if base is None or not row.samples:
             return None

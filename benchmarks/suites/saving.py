@@ -1,4 +1,4 @@
-"""Suites that save and load again in one process: the large state, many small tensors, and both again and again."""
+"""Suites that save and load in one process: a large state, many small tensors, and repeated saves of both."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from benchmarks.suites.setup import Setup, cluster_on, setups
 from tests.harness.cluster import Cluster, call
 
 STOCK = "stock FileSystemWriter"
-SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # of the time for all suites
+SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # share of the time of all suites
 SMALL_ITEM_BYTES = 4 << 10
 _GRACE_S = 600.0
 _SAVES_BEFORE = 2
@@ -33,13 +33,13 @@ def our_case(copies: int, ack: str = "peer") -> Case:
 
 
 def kept_case(copies: int) -> Case:
-    """As CheckpointManager saves: plans are kept from one save to the next."""
+    """As CheckpointManager saves: plans are cached from one save to the next."""
     case = our_case(copies)
     return {**case, "name": f"{case['name']}, plans kept", "way": "ours with plans kept"}
 
 
 def cases_of(setup: Setup) -> list[Case]:
-    """Stock, and ours with every number of copies that the nodes can hold, at every level of acknowledgement."""
+    """Stock, and ours with each possible number of copies, and with two copies at each level of acknowledgement."""
     cases = [stock_case(), our_case(1), kept_case(1)]
     if setup.nodes > 1:
         cases += [*(our_case(2, ack) for ack in ("local", "peer-memory", "peer")), kept_case(2)]
@@ -67,9 +67,10 @@ def small_suite(options: Options) -> list[Row]:
 
 
 def repeat_suite(options: Options) -> list[Row]:
-    """The third save, and those after it, of a job with `keep_last=1`. With `--quick` for two copies only.
+    """The third and later saves of a job with `keep_last=1`. With `--quick` only with two copies.
 
-    Each number of copies has a world of its own, in which it takes turns with stock: what one job retires is no other's.
+    Each number of copies has its own world, because a job's retention would remove the checkpoints of other jobs. Stock
+    takes turns with it.
     """
     rows: list[Row] = []
     for medium in options.media:
@@ -120,7 +121,7 @@ def saved_and_loaded(
     *,
     x: float | None = None,
 ) -> list[Row]:
-    """Rows for saves and for loads by every case, in one world, and for the probes that say what the machine can do."""
+    """Rows for every case's saves and loads in one world, and for the probes of the machine."""
     with cluster_on(options, setup, size_bytes * max(case["copies"] for case in cases)) as cluster:
         return rows_in(cluster, suite, setup, kind, size_bytes, cases, seconds, rounds=options.rounds, x=x)
 

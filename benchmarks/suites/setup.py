@@ -1,4 +1,4 @@
-"""Where a suite runs: on which medium, with how many nodes and ranks; and the clusters and directories for that."""
+"""The setups of suites: medium, nodes and ranks, and their clusters and directories."""
 
 import os
 import shutil
@@ -16,12 +16,12 @@ HEADROOM_BYTES = 256 << 20
 
 
 class Unavailable(Exception):
-    """This machine cannot run it; the message says why."""
+    """This machine cannot run a suite. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`nodes` stores with an agent each, and so many ranks on each of them."""
+    """`nodes` stores with an agent each, and `ranks` ranks on each node."""
 
     medium: str
     nodes: int
@@ -47,9 +47,10 @@ def setups(options: Options) -> list[Setup]:
 
 @contextmanager
 def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator[Path]:
-    """A new directory on the medium, removed afterwards; its name says whose it is (see stale_files.py).
+    """A new directory on the medium, removed afterwards. Its name has this process's id (see stale_files.py).
 
-    Raises: Unavailable if there is not room for so much, or what should be the disk is memory.
+    Raises:
+        Unavailable: the medium has too little room, or the directory for the disk is on a tmpfs.
     """
     home = TMPFS if medium == "tmpfs" else options.disk
     if medium == "disk" and kind_of(home) == "tmpfs":
@@ -65,7 +66,7 @@ def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator
 
 @contextmanager
 def cluster_on(options: Options, setup: Setup, needed_bytes: int) -> Iterator[Cluster]:
-    """Nodes with empty stores on the setup's medium; nothing of them is left afterwards."""
+    """Nodes with empty stores on the setup's medium. Everything is removed afterwards."""
     with (
         scratch_folder(options, setup.medium, needed_bytes) as folder,
         Cluster(folder / "cluster", setup.nodes, quick_exit=True) as cluster,
@@ -75,7 +76,7 @@ def cluster_on(options: Options, setup: Setup, needed_bytes: int) -> Iterator[Cl
 
 
 def kind_of(path: Path) -> str:
-    """The file system that a path lies on, as the kernel calls it."""
+    """The type of the file system of a path, by the kernel's name."""
     best, kind = "", "unknown"
     resolved = str(path.resolve())
     for line in Path("/proc/mounts").read_text().splitlines():

@@ -1,6 +1,6 @@
-"""What runs left behind that were killed with SIGKILL: processes, mounts, loop devices, network namespaces, directories.
+"""Removes what runs killed with SIGKILL left: processes, mounts, loop devices, network namespaces, directories.
 
-All of it carries the id of the process that made it in its name, so whatever belongs to none that runs can go.
+All names contain the id of the process that created them. They are stale if that process has ended.
 """
 
 import os
@@ -14,13 +14,13 @@ from benchmarks.suites.paced import THROTTLE
 from tests.harness.namespaces import NETWORKS
 from tests.harness.processes import end, is_running, processes_of
 
-_NAME = re.compile(r"rckpt-(?:bench-(\d+)-|(\d+)-[0-9a-f]{8}(?:-|$))")  # of directories, and of networks
+_NAME = re.compile(r"rckpt-(?:bench-(\d+)-|(\d+)-[0-9a-f]{8}(?:-|$))")  # names of directories and networks
 _COMMAND_TIMEOUT_S = 60
 
 
 def remove_stale_files(homes: Sequence[Path]) -> list[str]:
-    """Directories of dead runs right under these, and, for root, what else there is on this machine; names what went."""
-    folders = [path for home in homes for path in sorted(home.glob("rckpt-bench-*")) if _is_left(path)]
+    """Removes directories of dead runs in `homes` and, as root, their other remains on this machine. Returns the names."""
+    folders = [path for home in homes for path in sorted(home.glob("rckpt-bench-*")) if _is_stale(path)]
     removed = []
     for folder in folders:
         end(processes_of(f"{folder}/"))
@@ -31,13 +31,13 @@ def remove_stale_files(homes: Sequence[Path]) -> list[str]:
     return removed + [str(folder) for folder in folders]
 
 
-def _is_left(folder: Path) -> bool:
-    """It is this user's own: others may write to /dev/shm and /tmp, too."""
+def _is_stale(folder: Path) -> bool:
+    """Whether this user's dead run left the folder. Other users may write to /dev/shm and /tmp, too."""
     return _is_dead(folder.name) and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid()
 
 
 def _is_dead(path: str) -> bool:
-    """Whether one of its parts names a run, and that one's process is gone."""
+    """Whether a part of the path names a run, and no process of such a run exists."""
     runs = [found for part in path.split("/") if (found := _NAME.match(part))]
     return bool(runs) and not any(is_running(int(run[1] or run[2])) for run in runs)
 
@@ -51,7 +51,7 @@ def _mounts() -> list[str]:
 
 
 def _loop_devices() -> list[str]:
-    """They are set to full speed again, as their numbers are given to others."""
+    """Removes the devices' speed limits, too, because other devices will get their numbers."""
     removed = []
     for known in Path("/sys/block").glob("loop*/loop/backing_file"):
         device = known.parents[1]

@@ -1,4 +1,4 @@
-"""The benchmark of buckets runs, so that it does not rot; what it measures here counts for nothing."""
+"""The benchmark of buckets runs. Its figures are not checked."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from benchmarks.bucket_case import READS, UPLOADS
 def test_it_measures_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both tables are printed, and each sample is in the file for machines."""
+    """Both tables are printed, and the JSON file has each sample."""
     file = tmp_path / "samples.json"
     monkeypatch.setattr(sys, "argv", ["bucket", "--server", "moto", "--quick", "--mib", "18", "--json", str(file)])
     assert bucket.main() == 0
@@ -28,7 +28,7 @@ def test_it_measures_every_case(
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_it_measures_an_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The upload is committed, and what it took is printed."""
+    """The upload is committed, and the agent's peak memory is printed."""
     monkeypatch.setattr(sys, "argv", ["bucket", "--server", "moto", "--agent-memory", "--mib", "18"])
     assert bucket.main() == 0
     assert "at its peak" in capsys.readouterr().out

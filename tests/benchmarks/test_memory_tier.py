@@ -1,4 +1,4 @@
-"""The benchmark of the memory tier runs, so that it does not rot; what it measures here counts for nothing."""
+"""The benchmark of the memory tier runs. Its figures are not checked."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks.suites import memory_tier
 def test_it_prints_every_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every step gets to the buddy's memory; the table says so, and has memory, blocking time and the ratio of loads."""
+    """Every step reaches the buddy's memory. The table has memory, blocking time and the ratio of loads."""
     small = [
         "--size-mib",
         "1",

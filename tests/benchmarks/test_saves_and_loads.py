@@ -1,4 +1,4 @@
-"""The benchmark of saves and loads runs, verifies what it measures, and its figures reach the documents."""
+"""The benchmark of saves and loads runs, verifies the loaded values, and writes its figures into the documents."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before
 def test_it_runs_and_its_figures_reach_the_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suites: str
 ) -> None:
-    """Each case has samples, the table and the file for machines name it, and documents and plots are made of them."""
+    """Each case has samples and is named by the table and the JSON file. Documents and plots are made of them."""
     file, medium = tmp_path / "samples.json", "tmpfs" if kind_of(tmp_path) == "tmpfs" else "disk"
     arguments = ["--quick", "--suite", suites, "--size-mib", "8", "--items", "200"]
     where = ["--medium", medium, "--disk", str(tmp_path), "--json", str(file)]
@@ -69,8 +69,8 @@ def test_it_runs_and_its_figures_reach_the_documents(
             assert SAVES[-1] in text
 
 
-def test_what_is_loaded_wrong_is_noticed() -> None:
-    """One flipped bit, or two tensors in each other's place, and the state names the tensors."""
+def test_wrongly_loaded_values_are_named() -> None:
+    """After one flipped bit, or with two tensors swapped, the state names the wrong tensors."""
     values = state.small(40 << 10, 0, 1)
     assert values.wrong() == []
     values.parts[3].words[1000] ^= 1
@@ -84,7 +84,7 @@ def test_what_is_loaded_wrong_is_noticed() -> None:
 
 
 def test_a_state_is_in_the_memory_that_dcp_is_given() -> None:
-    """What a load writes into the values is what is verified."""
+    """The verification reads the tensors that DCP loads into."""
     values = state.plain(1 << 20, 0, 1)
     assert values.size_bytes == 1 << 20
     tensor = values.values["rank0.tensor5"]
@@ -98,7 +98,7 @@ def probe(seconds: float, cpu_s: float) -> list[dict[str, float]]:
 
 
 def test_the_limit_is_device_or_cores_whichever_is_busy_for_longer() -> None:
-    """A slow disk bounds by its writes alone; on a fast one all CPU seconds count, over all cores."""
+    """On a slow disk the writes are the limit. On a fast one it is the sum of CPU seconds over all cores."""
     shared = {"checksum": probe(0.1, 0.2), "network": probe(0.5, 1.0), "read": probe(0.3, 0.4)}
     slow = limits_of({**shared, "write": probe(9.0, 0.5), "write direct": probe(4.0, 0.1)})
     assert (slow.save_s(1), slow.save_s(2)) == (4.0, 8.0)
@@ -108,7 +108,7 @@ def test_the_limit_is_device_or_cores_whichever_is_busy_for_longer() -> None:
 
 
 def test_a_ratio_is_of_times_in_the_same_round() -> None:
-    """The machine was three times as slow in the second round for both: that changes no ratio."""
+    """Both ways are three times slower in the second round: the ratio stays the same."""
     base = Row("save", "a", "save", STOCK, STOCK, 1, [{"seconds": 1.0}, {"seconds": 3.0}])
     ours = Row("save", "a", "save", "ours", STOCK, 1, [{"seconds": 0.5}, {"seconds": 1.5}])
     elsewhere = Row("save", "b", "save", "ours", STOCK, 1, [{"seconds": 0.5}])
@@ -116,8 +116,8 @@ def test_a_ratio_is_of_times_in_the_same_round() -> None:
     assert (results.ratio(ours), results.ratio(elsewhere)) == (0.5, None)
 
 
-def test_a_document_without_marks_is_left_alone(tmp_path: Path) -> None:
-    """Figures go where a document says, or nowhere."""
+def test_a_document_without_marks_raises(tmp_path: Path) -> None:
+    """The document stays unchanged."""
     document = tmp_path / "docs" / "measurements.md"
     document.parent.mkdir()
     document.write_text("no marks")
@@ -127,14 +127,14 @@ def test_a_document_without_marks_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_each_plot_of_the_documents_shows_the_table_above_it() -> None:
-    """`python -m benchmarks.report.page_plots` would change no plot, and draws each one that there is."""
+    """`python -m benchmarks.report.page_plots` would change no plot, and draws all of them."""
     pages = [page.read_text(encoding="utf-8") for page in (HOME / "docs").glob("*.md")]
     drawn = {name: text for page in pages for name, text in draw_plots(page)}
     assert {path.name: path.read_text(encoding="utf-8") for path in (HOME / PLOTS).glob("*.svg")} == drawn
 
 
 def test_a_plot_shows_the_column_that_its_title_names() -> None:
-    """A cell with several runs is drawn as their mean, one without a number not at all."""
+    """A cell with several runs is drawn as their mean. A cell without a number is not drawn."""
     table = "| way | a, s | b, s |\n|---|--:|--:|\n| ours | 0.2–0.4 (9 s) | 7 |\n| stock | - | 8 |\n"
     ((name, text),) = draw_plots(f"{table}\n![Time: a, s](../benchmarks/plots/time.svg)\n")
     labels = [element.text for element in ET.fromstring(text) if element.tag.endswith("text")]

@@ -1,4 +1,4 @@
-"""What killed benchmarks left is found by the next run, and nothing else is touched."""
+"""A benchmark removes what killed runs left behind, and nothing else."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def _run(*command: str) -> str:
 
 
 def test_only_directories_of_dead_runs_are_removed(tmp_path: Path) -> None:
-    """A dead run's directory goes with all that is in it; those of living runs, of others and links stay."""
+    """A dead run's directory is removed with its contents. Directories of live runs, foreign ones and links stay."""
     gone, elsewhere = _gone(), tmp_path / "elsewhere"
     dead, alive, other, link = (
         tmp_path / f"rckpt-bench-{name}" for name in (f"{gone}-a", f"{os.getpid()}-b", "c1234567", f"{gone}-d")
@@ -41,7 +41,7 @@ def test_only_directories_of_dead_runs_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(why := why_no_network() or why_no_pace()), reason=why or "")
 def test_disks_and_networks_of_dead_runs_are_removed(tmp_path: Path) -> None:
-    """A dead run's file system is unmounted, its loop device is free and its network namespace gone."""
+    """A dead run's file system is unmounted, its loop device is freed, and its network namespace is deleted."""
     name = f"{_gone()}-0a1b2c3d"
     folder, network = tmp_path / f"rckpt-bench-{name}", f"rckpt-{name}-0"
     image, target = folder / "disk0", folder / "cluster" / "node0"
@@ -53,7 +53,9 @@ def test_disks_and_networks_of_dead_runs_are_removed(tmp_path: Path) -> None:
     _run("mount", device, str(target))
     _run("ip", "netns", "add", network)
     own = [str(target), device, f"network namespace {network}", str(folder)]
-    assert [what for what in remove_stale_files([tmp_path]) if what in own] == own, "others may have been killed, too"
+    assert [what for what in remove_stale_files([tmp_path]) if what in own] == own, (
+        "other killed runs may be reported as well"
+    )
     assert _run("losetup", "--associated", str(image)) == ""
     assert str(folder) not in Path("/proc/self/mounts").read_text()
     assert not (NETWORKS / network).exists()

@@ -1,4 +1,4 @@
-"""A user's program on two nodes: undisturbed, or killed in the middle with a node lost, and started again."""
+"""A user's program on two nodes: once undisturbed, and once killed, with a node lost, and started again."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ Line = dict[str, Any]
 
 @dataclass
 class Job:
-    """`program` with a root for each node under `directory`; its ranks write a line for each step, and one at the end."""
+    """`program` on two nodes, each with a root in `directory`. Each rank writes one line per step and one at its end."""
 
     program: str
     directory: Path
@@ -31,7 +31,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     launchers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     lines_before: list[int] = field(default_factory=list)
-    """Of each rank, when it was killed."""
+    """Number of lines of each rank when it was killed."""
 
     def root(self, node: int) -> Path:
         return self.directory / f"node-{node}"
@@ -53,13 +53,15 @@ class Job:
                 self.launchers.append(subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT))
 
     def finish(self) -> None:
-        """Both launchers end, and with 0."""
+        """Both launchers must end with 0."""
         for launcher in self.launchers:
             assert launcher.wait(400) == 0, self.log()
         self.launchers.clear()
 
     def lose_a_node(self) -> None:
-        """Once all ranks stand still: SIGKILL to them, the launchers and the second node's agent; its root is gone."""
+        """When all ranks are stopped, kills them, the launchers and the second node's agent, and deletes that node's
+        root.
+        """
         self._await_standstill()
         for launcher in self.launchers:
             launcher.send_signal(signal.SIGKILL)
@@ -70,17 +72,19 @@ class Job:
         self._note_lines()
 
     def preempt(self) -> None:
-        """Once all ranks stand still: SIGTERM to the launchers, which pass it on to ranks; those go on with it, and end."""
+        """When all ranks are stopped, sends SIGTERM to the launchers, which forward it. The ranks then continue and
+        end.
+        """
         ranks = self._await_standstill()
         for launcher in self.launchers:
             launcher.terminate()
-        time.sleep(2)  # until torchrun has passed it on
+        time.sleep(2)  # until torchrun has forwarded the signal
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
         self.fail()
 
     def fail(self) -> None:
-        """Both launchers end by themselves, and not with 0; no rank is left."""
+        """Both launchers must end by themselves with another status than 0. Remaining ranks are killed."""
         for launcher in self.launchers:
             assert launcher.wait(400) != 0, self.log()
         end(processes_of(str(self.out)))
@@ -91,7 +95,7 @@ class Job:
         self.lines_before = [len(self.lines(rank)) for rank in range(2 * self.ranks)]
 
     def _await_standstill(self, timeout_s: float = 300) -> list[int]:
-        """The ranks, all of them stopped."""
+        """Waits until all ranks are stopped. Returns their process ids."""
         deadline = time.monotonic() + timeout_s
         ranks = [pid for pid in processes_of(str(self.out)) if self._is_stopped(pid)]
         while len(ranks) < 2 * self.ranks:
@@ -121,13 +125,13 @@ class Job:
 
 
 def join(before: list[Line], after: list[Line], by: tuple[str, ...]) -> list[Line]:
-    """What both runs said, in order: the second one says again what the first one said and had not saved."""
+    """The lines of both runs in order. Steps that the second run repeats, because they were not saved, count once."""
     again = {tuple(line.get(name) for name in by) for line in after}
     return [line for line in before if tuple(line.get(name) for name in by) not in again] + after
 
 
 def check_same(undisturbed: Job, disturbed: Job, by: tuple[str, ...], first_again: Line) -> None:
-    """Each rank of the disturbed job went on behind its checkpoint, and said what that of the undisturbed one said."""
+    """Each rank of the disturbed job resumed after its checkpoint, and its lines equal the undisturbed job's."""
     for rank in range(2 * undisturbed.ranks):
         whole, both = undisturbed.lines(rank), disturbed.lines(rank)
         at = disturbed.lines_before[rank]
@@ -138,20 +142,20 @@ def check_same(undisturbed: Job, disturbed: Job, by: tuple[str, ...], first_agai
 
 
 def lose_a_node(job: Job, step: int) -> None:
-    """At a step all ranks are killed, and a node is lost."""
+    """At `step`, all ranks are killed and a node is lost."""
     job.start("--hold-at", str(step))
     job.lose_a_node()
 
 
 def raise_in_a_step(job: Job, step: int) -> None:
-    """At a step the last rank raises, and the job ends with it."""
+    """At `step`, the last rank raises, and the job fails."""
     job.start("--raise-at", str(step))
     job.fail()
     assert "raised on purpose" in job.log()
 
 
 def preempt(job: Job, step: int) -> None:
-    """At a step SIGTERM is sent to all."""
+    """At `step`, all ranks get SIGTERM."""
     job.start("--hold-at", str(step))
     job.preempt()
 
@@ -166,7 +170,7 @@ def run_both(
     disturb: Callable[[Job, int], None] = lose_a_node,
     ranks: int = 2,
 ) -> Iterator[tuple[Job, Job]]:
-    """An undisturbed job, and one that was disturbed at step `at` and started again; both have ended well."""
+    """An undisturbed job, and one that was disturbed at step `at` and started again. Both have succeeded."""
     disturbed = Job(program, directory / "disturbed", ranks, options)
     undisturbed = Job(program, directory / "undisturbed", ranks, options)
     try:

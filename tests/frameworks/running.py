@@ -1,4 +1,4 @@
-"""The examples of other frameworks, run under torchrun on two nodes of this machine, and what is held against what."""
+"""Runs the framework examples under torchrun on two nodes of this machine, and reads what the tests compare."""
 
 import importlib.util
 import io
@@ -26,7 +26,7 @@ def require(module: str) -> None:
 
 
 def run(script: str, roots: list[Path], steps: int, *, ranks: int = 1) -> str:
-    """Runs an example under torchrun, `ranks` ranks on each node, to its end; what the ranks of the first node printed."""
+    """Runs an example under torchrun to its end, with `ranks` ranks per node. Returns the first node's output."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     nodes = []
@@ -52,15 +52,15 @@ def run(script: str, roots: list[Path], steps: int, *, ranks: int = 1) -> str:
     return texts[0]
 
 
-def lines(said: str) -> dict[int, str]:
-    """What was said of each saved step."""
-    return {int(match[1]): match[2] for match in re.finditer(r"\bstep (\d+): (.*)$", said, flags=re.MULTILINE)}
+def lines(output: str) -> dict[int, str]:
+    """What the output contains about each saved step."""
+    return {int(match[1]): match[2] for match in re.finditer(r"\bstep (\d+): (.*)$", output, flags=re.MULTILINE)}
 
 
 def contents(root: Path, step: int) -> dict[tuple[str, str, object], object]:
-    """Each item of a checkpoint by name and place, a tensor as its bytes: what is around it is not always the same.
+    """Each item of a checkpoint by name and place; a tensor as its bytes, because its serialised form may differ.
 
-    Not what ranks have for themselves: clocks are among it.
+    State that belongs to one rank is left out, because it contains clocks.
     """
     (checkpoint,) = (path.parent for path in root.glob(f"*[-=]{step}*/.metadata"))
     items = {}

@@ -1,4 +1,4 @@
-"""Accelerate with our Accelerator: killed in the middle with a node lost, it ends as an undisturbed run, bit for bit."""
+"""Accelerate with our Accelerator: after a kill and a node loss, a run ends with the same bits as an undisturbed one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(90
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """What it is asked for, and a number that its worker draws."""
+    """Each sample is its index and a random number of the worker."""
 
     def __len__(self) -> int:
         return 12
@@ -39,16 +39,17 @@ def prepared(root: Path, *, is_stateful: bool, data: Dataset[Any] | None = None)
 
 
 def numbers(batch: Any) -> list[list[float]]:
-    """And a number of the process's own, as dropout draws it."""
+    """The batch, and a random number of this process, as dropout draws it."""
     return [*(each.tolist() for each in batch), [torch.rand(()).item()]]
 
 
 @pytest.mark.parametrize("is_stateful", [False, True])
 @pytest.mark.parametrize("at", [2, 6, 8])
 def test_nothing_is_skipped_twice(tmp_path: Path, at: int, is_stateful: bool) -> None:
-    """With the usual idiom each batch of three epochs is read once, wherever it was saved; a wrong number is refused.
+    """With the usual idiom, a resumed run reads each remaining batch of three epochs once. A wrong number to skip
+    raises.
 
-    With `use_stateful_dataloader`, too, in the same order, and with what its workers draw.
+    `use_stateful_dataloader` keeps order and the workers' random numbers, too.
     """
     require("accelerate")
     if is_stateful:
@@ -76,8 +77,8 @@ def test_nothing_is_skipped_twice(tmp_path: Path, at: int, is_stateful: bool) ->
 
 
 @pytest.mark.parametrize("at", [6, 9])
-def test_workers_that_outlive_an_epoch_change_no_order(tmp_path: Path, at: int) -> None:
-    """With `persistent_workers`, a seed for workers is drawn in the first epoch only: in a resumed process, too."""
+def test_persistent_workers_keep_the_order(tmp_path: Path, at: int) -> None:
+    """With `persistent_workers` only the first epoch draws a seed for workers, also in a resumed process."""
     require("accelerate")
     from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
@@ -105,7 +106,7 @@ def test_workers_that_outlive_an_epoch_change_no_order(tmp_path: Path, at: int) 
 
 @pytest.mark.parametrize("what", ["data loaders", "schedulers", "registered objects"])
 def test_another_number_of_parts_is_named(tmp_path: Path, what: str) -> None:
-    """It was an error of zip, or of a file in a directory that is gone, and said neither of what nor how many."""
+    """The error names the kind of part that the program has more of than the checkpoint."""
     require("accelerate")
     accelerator, _ = prepared(tmp_path, is_stateful=False)
     accelerator.save_state("checkpoint-1")
@@ -122,7 +123,7 @@ def test_another_number_of_parts_is_named(tmp_path: Path, what: str) -> None:
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """It says where it stands."""
+    """A dataset that saves its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -140,8 +141,8 @@ class Stream(IterableDataset[torch.Tensor]):
         self.at = state_dict["at"]
 
 
-def test_a_data_set_with_a_state_goes_on_by_that(tmp_path: Path) -> None:
-    """With `use_stateful_dataloader` nothing is read again, and what the process draws meanwhile is the same."""
+def test_a_stateful_dataset_resumes_from_its_state(tmp_path: Path) -> None:
+    """With `use_stateful_dataloader` no sample is read twice, and the process draws the same random numbers."""
     require("accelerate")
     require("torchdata")
 
@@ -156,8 +157,13 @@ def test_a_data_set_with_a_state_goes_on_by_that(tmp_path: Path) -> None:
     assert [numbers([batch]) for batch in loader] == undisturbed[3:]
 
 
-def test_of_another_number_of_ranks_all_count_as_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each would sum gradients in other steps than it; loaders with a state stay as they are, as the warning says."""
+def test_with_another_number_of_ranks_all_load_rank_0s_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks use rank 0's step, so that they accumulate gradients in the same steps.
+
+    Stateful loaders keep their own state, as the warning says.
+    """
     require("accelerate")
     require("torchdata")
     from replicated_ckpt.dcp.rank_state import rank_state
@@ -181,19 +187,23 @@ def test_of_another_number_of_ranks_all_count_as_rank_0(tmp_path: Path, monkeypa
     [((), 11, {"step": 9}), (("--sharded",), 7, {"step": 5})],
     ids=["ddp, second epoch", "fsdp2, first epoch"],
 )
-def test_accelerate_goes_on_in_the_middle(
+def test_accelerate_resumes_after_a_node_loss(
     tmp_path: Path, options: tuple[str, ...], hold_at: int, begins: dict[str, int]
 ) -> None:
-    """Schedule, accumulation, dropout, shuffled data, a registered object: losses, rates and weights have the same bits."""
+    """Schedule, accumulation, dropout, shuffled data, a registered object: losses, rates and weights have the same
+    bits.
+    """
     require("accelerate")
     with run_both("accelerate_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step",), begins)
-        assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit
+        assert not (disturbed.root(1) / "checkpoint-4").exists()  # removed, because of total_limit
 
 
 @pytest.mark.parametrize("disturb", [raise_in_a_step, preempt])
-def test_accelerate_goes_on_after_it_ended(tmp_path: Path, disturb: Callable[[Job, int], None]) -> None:
-    """One rank raises in its training step, or all get SIGTERM: with the scaler's scale, too, the bits are the same."""
+def test_accelerate_resumes_after_an_exception_or_sigterm(tmp_path: Path, disturb: Callable[[Job, int], None]) -> None:
+    """One rank raises in its step, or all get SIGTERM: losses, rates, weights and the scaler's scale have the same
+    bits.
+    """
     require("accelerate")
     job = run_both("accelerate_program.py", tmp_path, 7, ("--scaled",), disturb=disturb, ranks=1)
     with job as (undisturbed, disturbed):
@@ -202,7 +212,7 @@ def test_accelerate_goes_on_after_it_ended(tmp_path: Path, disturb: Callable[[Jo
 
 
 def test_hooks_that_save_models_themselves(tmp_path: Path) -> None:
-    """As those of diffusers: they write in a directory and take the weights out, and both come back."""
+    """Hooks as those of diffusers write files and remove the weights from the state: both return."""
     require("accelerate")
     from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 

@@ -1,4 +1,4 @@
-"""Models with PEFT's adapters: a checkpoint has the adapter alone, or the base too, and training resumes from either."""
+"""Models with PEFT's adapters: a checkpoint has the adapter alone, or the base too. Training resumes from both."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ Fit = Callable[..., dict[str, torch.Tensor]]
 
 
 def adapted(seed: int = 0, base: int = 1) -> Any:
-    """GPT-2 of 17 MB with dropout and tied embeddings, its base drawn from the seed `base`; LoRA over it from `seed`."""
+    """GPT-2 of 17 MB with dropout and tied embeddings, from the seed `base`, and LoRA from `seed`."""
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -53,14 +53,14 @@ def samples() -> Any:
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """By their names in PEFT's model, wherever that is."""
+    """The weights by their names in PEFT's model, also if that is a part of `model`."""
     state: dict[str, Any] = get_model_state_dict(model)
     full = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in state.items()}
     return {name[name.index("base_model.") :]: each.detach().clone() for name, each in full.items()}
 
 
 def fit_with_trainer(root: Path, model: Any, steps: int, rate: float = 1e-2, **options: Any) -> dict[str, torch.Tensor]:
-    """Resumes from the newest checkpoint, trains to the step, and saves there."""
+    """Resumes from the newest checkpoint, trains to step `steps`, and saves at its usual steps."""
     from transformers import TrainingArguments
 
     from replicated_ckpt.integrations.transformers import ReplicatedTrainer
@@ -117,7 +117,7 @@ def fit_with_accelerate(
 def fit_with_lightning(
     root: Path, model: Any, steps: int, rate: float = 1e-2, *, shards: bool = False, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """As `fit_with_trainer`, under FSDP2 or DDP; PEFT's model is a part of the module."""
+    """As `fit_with_trainer`, under FSDP2 or DDP. PEFT's model is a part of the module."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -164,7 +164,7 @@ def fit_with_lightning(
 
 @pytest.fixture(params=["transformers", "accelerate", "lightning", "lightning, fsdp2"])
 def fit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fit]:
-    """A program of each framework. What it saved is whole at the end, and its agent is gone."""
+    """A training program of each framework. At the end its checkpoints must be whole, and its agent is stopped."""
     for module in ("peft", "transformers", request.param.partition(",")[0]):
         require(module)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -176,7 +176,9 @@ def fit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fit]:
         "lightning, fsdp2": partial(fit_with_lightning, shards=True),
     }
     try:
-        with patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port):  # Lightning sets more
+        with patch.dict(
+            os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        ):  # undoes Lightning's changes to the environment, too
             yield fits[request.param]
         stores = list(tmp_path.rglob("store"))
         assert stores
@@ -193,7 +195,7 @@ def bytes_in(root: Path) -> int:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], kind: str = "") -> bool:
-    """Whether those of their weights with `kind` in the name are the same bits."""
+    """Whether the weights with `kind` in their name have the same bits."""
     assert one.keys() == other.keys()
     return all(torch.equal(one[name], other[name]) for name in one if kind in name)
 
@@ -202,12 +204,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], kind: str
 def test_training_resumes_from_the_adapter_or_from_all(
     tmp_path: Path, fit: Fit, options: dict[str, Any], share: tuple[float, float]
 ) -> None:
-    """By default a checkpoint has at most 3 % of the model's bytes. The resumed run ends as the undisturbed one did."""
+    """By default a checkpoint has at most 3 % of the model's bytes. The resumed run ends as the undisturbed one."""
     begun = weights_of(adapted())
     size = sum(each.nbytes for each in begun.values())
     undisturbed = fit(tmp_path / "undisturbed", adapted(), STEPS, **options)
     fit(tmp_path / "resumed", adapted(), SAVED_AT, **options)
-    # Another adapter, as PEFT makes one; the base comes from the same file.
+    # PEFT initialises another adapter. The base is the same.
     resumed = fit(tmp_path / "resumed", adapted(seed=5), STEPS, **options)
     assert not same(begun, undisturbed, "lora_B")
     assert same(undisturbed, resumed)
@@ -225,7 +227,7 @@ def test_training_resumes_from_the_adapter_or_from_all(
 def test_an_adapter_outlives_a_node(
     tmp_path: Path, program: str, options: tuple[str, ...], by: tuple[str, ...], begins: dict[str, float]
 ) -> None:
-    """Four ranks on two nodes, killed in the middle with a node lost: an adapter's checkpoint resumes bit for bit."""
+    """Four ranks on two nodes are killed and a node is lost: the run resumes bit for bit from an adapter's checkpoint."""
     for module in ("peft", "transformers", "accelerate"):
         require(module)
     with run_both(program, tmp_path, 10, (*options, "--lora")) as (undisturbed, disturbed):
@@ -241,8 +243,8 @@ def test_an_adapter_outlives_a_node(
 
 @pytest.mark.parametrize("saved_whole", [False, True])
 def test_a_load_takes_what_the_checkpoint_has(tmp_path: Path, fit: Fit, saved_whole: bool) -> None:
-    """With the other value of `adapter_only`: the base returns from a checkpoint that has it, and else stays as it is."""
-    # At a rate of 0: Trainer takes another step even behind the last one.
+    """The load uses the other value of `adapter_only`: it loads the base if the checkpoint has it, and else leaves it."""
+    # The rate is 0, because Trainer takes one more step even after the last one.
     saved = fit(tmp_path, adapted(), SAVED_AT, rate=0, adapter_only=not saved_whole)
     other = adapted(seed=5, base=2)
     before = weights_of(other)
@@ -250,10 +252,10 @@ def test_a_load_takes_what_the_checkpoint_has(tmp_path: Path, fit: Fit, saved_wh
     assert not same(before, saved, "wte")
     assert same(loaded, saved, "lora_")
     assert same(loaded, saved if saved_whole else before, "wte")
-    assert same(loaded, saved, "c_attn.base_layer.bias")  # bias="lora_only" trains them
+    assert same(loaded, saved, "c_attn.base_layer.bias")  # trained, because of bias="lora_only"
 
 
-def test_what_is_trained_or_of_an_adapter_is_no_base() -> None:
+def test_trained_and_adapter_weights_are_not_in_the_base() -> None:
     """A frozen second adapter, copies, trained base weights, buffers and parts outside of PEFT's model are saved."""
     require("peft")
     from peft import LoraConfig, get_peft_model
@@ -273,7 +275,7 @@ def test_what_is_trained_or_of_an_adapter_is_no_base() -> None:
     tuned.base_model.model.norm.bias.requires_grad_(True)
     tower = nn.Linear(3, 3).requires_grad_(False)
     whole: Any = nn.ModuleDict({"default": tuned, "tower": tower})
-    whole.peft_config = {"r": 8}  # a user's own
+    whole.peft_config = {"r": 8}  # an attribute of the user
     prefix = "default.base_model.model."
     frozen = {"first.base_layer.weight", "first.base_layer.bias", "norm.weight"}
     frozen |= {"head.original_module.weight", "head.original_module.bias"}
@@ -285,7 +287,7 @@ def test_what_is_trained_or_of_an_adapter_is_no_base() -> None:
 
 
 def test_a_base_of_transformers_own_adapters_is_found() -> None:
-    """After `model.add_adapter` there is no PeftModel. Both names of tied embeddings are of the base."""
+    """After `model.add_adapter` there is no PeftModel. Both names of tied embeddings are in the base."""
     require("peft")
     require("transformers")
     from peft import LoraConfig, inject_adapter_in_model
@@ -294,7 +296,7 @@ def test_a_base_of_transformers_own_adapters_is_found() -> None:
     from replicated_ckpt.integrations.model_state import drop_base
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=4, n_embd=4, n_layer=1, n_head=1))
-    # What add_adapter calls: that of transformers 5.24 needs a newer PEFT than there is.
+    # add_adapter calls this function, but that of transformers 5.24 needs an unreleased PEFT.
     inject_adapter_in_model(LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True), model)
     prefix = "transformer.h.0.attn.c_attn.lora_"
     kept = drop_base(model, get_model_state_dict(model))
@@ -303,7 +305,7 @@ def test_a_base_of_transformers_own_adapters_is_found() -> None:
 
 @pytest.mark.parametrize("adapter_only", [True, False])
 def test_a_base_of_four_bits_stays_as_it_is(tmp_path: Path, adapter_only: bool) -> None:
-    """QLoRA: bitsandbytes adds constants to the state dict that torch cannot set; adapters return, with or without them."""
+    """QLoRA: bitsandbytes adds constants to the state dict that torch cannot set. Adapters load with and without them."""
     require("accelerate")
     require("peft")
     require("bitsandbytes")
@@ -335,7 +337,7 @@ def test_a_base_of_four_bits_stays_as_it_is(tmp_path: Path, adapter_only: bool) 
 
 
 def test_a_model_without_values_needs_its_base() -> None:
-    """A base on the meta device would stay without values: an adapter's checkpoint is refused, and names the way out."""
+    """A base on the meta device would stay without values: an adapter's checkpoint raises, with the next step."""
     require("peft")
     from torch.distributed.checkpoint.metadata import Metadata
 

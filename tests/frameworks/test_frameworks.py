@@ -1,4 +1,4 @@
-"""The examples of other frameworks, on two real nodes: stopped, one lost, resumed, and held against an undisturbed run."""
+"""The examples of other frameworks on two nodes: after a node loss, their runs equal undisturbed ones."""
 
 import json
 import shutil
@@ -17,8 +17,10 @@ from tests.harness.processes import end, processes_of
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 
 
-def goes_on(tmp_path: Path, script: str) -> dict[int, str]:
-    """Half way the second node's store is deleted; the run ends as an undisturbed one does. What it said of its steps."""
+def run_with_a_lost_store(tmp_path: Path, script: str) -> dict[int, str]:
+    """The second node's store is deleted halfway. The resumed run must end as an undisturbed one. Returns its steps'
+    output.
+    """
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
     try:
         first = run(script, nodes, EVERY)
@@ -47,16 +49,16 @@ def goes_on(tmp_path: Path, script: str) -> dict[int, str]:
         ("torch", "torchtitan_style.py"),
     ],
 )
-def test_it_goes_on_after_the_loss_of_a_node(tmp_path: Path, module: str, script: str) -> None:
-    """Half way a node's store is deleted; what the resumed run says of its later steps is what an undisturbed one says."""
+def test_an_example_resumes_after_a_node_loss(tmp_path: Path, module: str, script: str) -> None:
+    """The resumed run prints the same for its later steps as an undisturbed run."""
     require(module)
-    goes_on(tmp_path, script)
+    run_with_a_lost_store(tmp_path, script)
 
 
-def test_trl_goes_on_and_its_model_comes_out_as_safetensors(tmp_path: Path) -> None:
-    """The same for SFTTrainer with FSDP2; the blank node exports the model whole, in files of limited size, as trained."""
+def test_trl_resumes_and_exports_safetensors(tmp_path: Path) -> None:
+    """SFTTrainer with FSDP2 resumes. The blank node exports the trained model in files of limited size."""
     require("trl")
-    said = goes_on(tmp_path, "trl_sft.py")
+    printed = run_with_a_lost_store(tmp_path, "trl_sft.py")
     store, whole = tmp_path / "node-1", tmp_path / "model"
     written = FileSystemReader(store / f"checkpoint-{STEPS}").read_metadata().state_dict_metadata
     weights = {name.removeprefix("model."): entry for name, entry in written.items() if name.startswith("model.")}
@@ -70,4 +72,4 @@ def test_trl_goes_on_and_its_model_comes_out_as_safetensors(tmp_path: Path) -> N
     index = json.loads((whole / "model.safetensors.index.json").read_text())
     assert set(tensors) == set(index["weight_map"]) == set(weights)
     total = sum(float(tensor.double().abs().sum()) for tensor in tensors.values())
-    assert said[STEPS] == f"sum of weights {total:.6f}, saved"
+    assert printed[STEPS] == f"sum of weights {total:.6f}, saved"

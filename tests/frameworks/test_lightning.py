@@ -1,4 +1,4 @@
-"""Lightning over our strategies: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
+"""Lightning with our strategies: after a kill and a node loss, a run ends with the same bits as an undisturbed one."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(90
     ],
     ids=["fsdp2 in an epoch", "ddp by ckpt_path last", "fsdp2 at an epoch's end"],
 )
-def test_lightning_goes_on_in_the_middle(
+def test_lightning_resumes_after_a_node_loss(
     tmp_path: Path, strategy: str, hold_at: int, resume: str, begins: dict[str, int]
 ) -> None:
-    """Schedule, accumulation, dropout, shuffled data, validation, callbacks: losses, rates, weights are the same bits."""
+    """Schedule, accumulation, dropout, shuffling, validation, callbacks: losses, rates and weights have the same bits."""
     require("lightning")
     options = ("--strategy", strategy, "--resume", resume)
     with run_both("lightning_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
@@ -47,10 +47,10 @@ def test_lightning_goes_on_in_the_middle(
     ],
     ids=["exception, fp16 scaler", "sigterm, saved on exception"],
 )
-def test_lightning_goes_on_after_it_ended(
+def test_lightning_resumes_after_an_exception_or_sigterm(
     tmp_path: Path, disturb: Callable[[Job, int], None], options: tuple[str, ...], begins: dict[str, int]
 ) -> None:
-    """One rank raises in its training step; or all get SIGTERM, and save first. Losses, rates, scales: the same bits."""
+    """One rank raises in its step, or all get SIGTERM and save first: losses, rates and scales have the same bits."""
     require("lightning")
     with run_both("lightning_program.py", tmp_path, 9, options, disturb=disturb, ranks=1) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step", "index"), begins)
@@ -63,15 +63,17 @@ def test_lightning_goes_on_after_it_ended(
     [(11, {"step": 11, "epoch": 1}), (13, {"step": 13, "epoch": 2})],
     ids=["in the second epoch", "at its end"],
 )
-def test_a_loop_over_fabric_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dict[str, int]) -> None:
-    """The loop of the page, with schedule, dropout, shuffled data: batches, losses, rates and weights are the same bits."""
+def test_a_fabric_loop_resumes_after_a_node_loss(tmp_path: Path, hold_at: int, begins: dict[str, int]) -> None:
+    """The documented loop with schedule, dropout and shuffled data: batches, losses, rates and weights have the same
+    bits.
+    """
     require("lightning")
     with run_both("fabric_program.py", tmp_path, hold_at, ranks=1) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step",), begins)
 
 
-def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None:
-    """Lightning asks by path whether a checkpoint may be removed: it is the one that was found, not a node's own."""
+def test_the_resumed_checkpoint_has_one_path_on_all_nodes(tmp_path: Path) -> None:
+    """Lightning decides by path whether to delete a checkpoint: it gets the path of `ckpt_path`, not the node's own."""
     require("lightning")
     from replicated_ckpt.integrations.lightning import ReplicatedDDPStrategy
 
@@ -87,7 +89,7 @@ def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None
 
 
 def test_a_hook_gets_the_model_and_may_change_it(tmp_path: Path) -> None:
-    """`on_load_checkpoint` finds what the checkpoint has, as EMAWeightAveraging asks for it; what it leaves is loaded."""
+    """`on_load_checkpoint` gets the saved model, as EMAWeightAveraging needs. What the hook changes is loaded."""
     require("lightning")
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.trainer.states import TrainerFn
@@ -112,7 +114,7 @@ def test_a_hook_gets_the_model_and_may_change_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lightning makes a process group in this process, and leaves it."""
+    """Destroys the process group that Lightning creates in this process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -145,7 +147,7 @@ def finetuned(*, is_sharded: bool) -> Any:
 
 
 def groups(trainer: Any) -> tuple[list[float], list[float]]:
-    """The rate of each parameter group, and the moments of those parameters that are trained."""
+    """The rate of each parameter group, and the moments of the first group's trained parameters."""
     (optimizer,) = trainer.optimizers
     trained = [each for each in optimizer.param_groups[0]["params"] if "exp_avg" in optimizer.state[each]]
     moments = [optimizer.state[each]["exp_avg"].sum().item() for each in trained]
@@ -154,7 +156,7 @@ def groups(trainer: Any) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_callbacks_have_their_state_when_a_fit_starts(tmp_path: Path, one_process: None, is_sharded: bool) -> None:
-    """BackboneFinetuning adds its parameter group again in `on_fit_start`: both groups come back, with their rates."""
+    """BackboneFinetuning adds its parameter group again in `on_fit_start`: both groups resume with their rates."""
     require("lightning")
     import lightning
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
@@ -192,7 +194,7 @@ def test_callbacks_have_their_state_when_a_fit_starts(tmp_path: Path, one_proces
         return seen.at_start, groups(trainer)
 
     try:
-        _, saved = fit(8)  # an epoch has 4 steps, and the backbone trains from the second one on
+        _, saved = fit(8)  # an epoch has 4 steps; the backbone trains from the second epoch on
         resumed, _ = fit(10)
         assert saved[0] == [1e-2, 1e-3]
         assert len(saved[1]) == 2

@@ -1,4 +1,4 @@
-"""Ray Train on a cluster of two nodes, one of which is lost with its store: held against an undisturbed run."""
+"""Ray Train on a cluster of two nodes: after one is lost with its store, the run equals an undisturbed one."""
 
 import secrets
 import shutil
@@ -31,11 +31,11 @@ START += [
 
 
 class Cluster:
-    """Ray with a CPU for each worker; NODE_DISK in the environment of a node's processes is where its disk is."""
+    """Ray with one CPU per worker. In each node's processes, NODE_DISK is the path of the node's disk."""
 
     def __init__(self, directory: Path, workers_each: int) -> None:
         self.directory, self.workers_each = directory, workers_each
-        # Without a token of one's own Ray makes one, in the home directory.
+        # Without this token Ray creates one in the home directory.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.environment = {**ENVIRONMENT, **token, "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -44,7 +44,7 @@ class Cluster:
 
     def start(self, node: int) -> None:
         if node == 0:
-            own = self.directory / "ray"  # Ray lets all users write there, and no root may lie in such a directory
+            own = self.directory / "ray"  # Ray makes this directory writable for all users, so no root may lie in it
             self._start(node, "--head", "--port", "0", "--temp-dir", str(own), "--include-dashboard", "false")
             self.environment["RAY_ADDRESS"] = (own / "ray_current_cluster").read_text()
         else:
@@ -59,13 +59,13 @@ class Cluster:
         )
 
     def lose(self, node: int) -> None:
-        """SIGKILL to all that runs there, and the disk is gone."""
+        """Kills all processes of the node and deletes its disk."""
         end(processes_of(f"NODE_DISK={self.disk(node)}"))
         shutil.rmtree(self.disk(node))
 
 
 class Training:
-    """The example's driver, on this cluster."""
+    """Runs the example's driver on this cluster."""
 
     def __init__(self, cluster: Cluster, name: str, *arguments: str) -> None:
         command = [sys.executable, "-W", "ignore", str(EXAMPLES / "ray_train.py"), "--root", f"$NODE_DISK/{name}"]
@@ -84,15 +84,15 @@ class Training:
             assert time.monotonic() < deadline, self.output.read_text()[-4000:]
             time.sleep(0.05)
 
-    def said(self, timeout_s: float) -> str:
-        """All it printed, when it has ended well."""
+    def wait_for_output(self, timeout_s: float) -> str:
+        """The whole output. The driver must have succeeded."""
         assert self.driver.wait(timeout_s) == 0, self.output.read_text()[-4000:]
         return self.output.read_text()
 
 
 @pytest.fixture(params=[1, 2])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Two nodes; nothing of them is left afterwards. The path is short, as Ray keeps sockets in it."""
+    """Two nodes, which are stopped and deleted afterwards. The path is short, because Ray keeps sockets in it."""
     require("ray")
     directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     cluster = Cluster(directory, request.param)
@@ -105,21 +105,21 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         shutil.rmtree(directory)
 
 
-def test_ray_train_goes_on_after_the_loss_of_a_node(cluster: Cluster) -> None:
-    """A worker dies, then a node with its disk; a blank one comes, and the run ends with the bits of an undisturbed one."""
+def test_ray_train_resumes_after_a_node_loss(cluster: Cluster) -> None:
+    """A worker dies, then a node with its disk. With a blank node the run ends with the bits of an undisturbed one."""
     disturbed = Training(cluster, "disturbed", "--die-at", str(EVERY + 1))
     disturbed.wait_for("dies after step", timeout_s=150)
     cluster.lose(1)
     cluster.start(1)
-    second = disturbed.said(timeout_s=240)
-    undisturbed = Training(cluster, "undisturbed").said(timeout_s=150)
+    second = disturbed.wait_for_output(timeout_s=240)
+    undisturbed = Training(cluster, "undisturbed").wait_for_output(timeout_s=150)
     ranks = 2 * cluster.workers_each
     assert f"starting at step 0 on {ranks} ranks" in second
     assert f"starting at step {EVERY} on {ranks} ranks" in second
     assert lines(second) == lines(undisturbed)
-    told = [next(line for line in each.splitlines() if "Ray knows of" in line) for each in (second, undisturbed)]
-    assert told[0] == told[1]
-    assert f"Ray knows of step {STEPS}, loss" in told[0]
+    summaries = [next(line for line in each.splitlines() if "Ray knows of" in line) for each in (second, undisturbed)]
+    assert summaries[0] == summaries[1]
+    assert f"Ray knows of step {STEPS}, loss" in summaries[0]
     assert sorted(lines(undisturbed)) == [EVERY, STEPS]
     for node in (0, 1):
         assert findings(LocalStore(cluster.disk(node) / "disturbed")) == []

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoint manager over our storage: after the loss of a node the bits are the undisturbed run's."""
+"""torchtitan's checkpoint manager over our storage: after a node loss, a run ends as an undisturbed one."""
 
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(90
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_torchtitan_goes_on_from_a_lost_node(tmp_path: Path, mode: str) -> None:
-    """Model, optimizer, schedule, data, step and each rank's generators come back; two checkpoints are kept everywhere."""
+def test_torchtitan_resumes_after_a_node_loss(tmp_path: Path, mode: str) -> None:
+    """Model, optimizer, schedule, data, step and each rank's generators are restored. Every node keeps two checkpoints."""
     require("torchtitan")
     with run_both("torchtitan_program.py", tmp_path, 7, ("--async-mode", mode)) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step",), {"step": 7})
@@ -36,7 +36,7 @@ def keeps(root: Path, names: set[str]) -> bool:
 
 
 class Part:
-    """A part of a job with a number of its own; of a data loader torchtitan saves one for each rank."""
+    """A part of a job with a number as its state. torchtitan saves the state of a data loader for each rank."""
 
     def __init__(self, key: str) -> None:
         self.key, self.value = key, 0
@@ -66,7 +66,7 @@ def built(directory: Path, trained: Part, model: nn.Module, rank: int = 0, **opt
 
 
 def test_another_number_of_ranks_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank loads what two saved, with `exclude_from_loading=["dataloader"]`; its random generators stay as they are."""
+    """One rank loads what two saved, with `exclude_from_loading=["dataloader"]`. Its random generators stay unchanged."""
     require("torchtitan")
     saved, loaded = Part("step"), Part("step")
     saved.value = 3
@@ -85,7 +85,7 @@ def test_another_number_of_ranks_resumes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_parameter_without_a_gradient_stays_without_state(tmp_path: Path) -> None:
-    """torchtitan's own optimizers: an unused head has no state after the load, and is updated as without the restart."""
+    """With torchtitan's optimizers, an unused head has no state after the load and is trained as without a restart."""
     require("torchtitan")
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -118,8 +118,8 @@ def test_a_parameter_without_a_gradient_stays_without_state(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_ranks_look_as_often_with_and_without_a_folder(tmp_path: Path, has_folder: bool) -> None:
-    """A fresh start is agreed on once by all ranks: torchtitan's own folder, which some nodes may lack, changes nothing."""
+def test_a_fresh_start_looks_once_with_and_without_a_folder(tmp_path: Path, has_folder: bool) -> None:
+    """All ranks agree on a fresh start once, whether or not torchtitan's own folder exists on a node."""
     require("torchtitan")
     from replicated_ckpt.integrations.torchtitan import ReplicatedCheckpointManager
 

@@ -1,4 +1,4 @@
-"""Trainer with our mixin: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
+"""Trainer with our mixin: after a kill and a node loss, a run ends with the same bits as an undisturbed one."""
 
 import contextlib
 import json
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(90
     [(9, {"step": 9, "epoch": 1.5}), (13, {"step": 13, "epoch": 2 + 1 / 6})],
     ids=["in an epoch", "at an epoch's end"],
 )
-def test_trainer_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dict[str, float]) -> None:
-    """Schedule, accumulation, dropout, shuffling, best model, callbacks: what is logged and weights have the same bits."""
+def test_trainer_resumes_after_a_node_loss(tmp_path: Path, hold_at: int, begins: dict[str, float]) -> None:
+    """Schedule, accumulation, dropout, shuffling, best model, callbacks: logs and weights have the same bits."""
     require("transformers")
     with run_both("trainer_program.py", tmp_path, hold_at) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step", "index"), begins)
@@ -37,8 +37,8 @@ def test_trainer_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dic
 
 
 @pytest.mark.parametrize("disturb", [raise_in_a_step, preempt])
-def test_trainer_goes_on_after_it_ended(tmp_path: Path, disturb: Callable[[Job, int], None]) -> None:
-    """One rank raises in its training step, or all get SIGTERM: with the scaler's scale, too, the bits are the same."""
+def test_trainer_resumes_after_an_exception_or_sigterm(tmp_path: Path, disturb: Callable[[Job, int], None]) -> None:
+    """One rank raises in its step, or all get SIGTERM: logs, weights and the scaler's scale have the same bits."""
     require("transformers")
     job = run_both("trainer_program.py", tmp_path, 9, ("--scaled",), disturb=disturb, ranks=1)
     with job as (undisturbed, disturbed):
@@ -47,7 +47,7 @@ def test_trainer_goes_on_after_it_ended(tmp_path: Path, disturb: Callable[[Job, 
 
 
 def scored(root: Path, scores: tuple[int, ...], *, loads_best: bool) -> Any:
-    """A trainer of one process that saves each step, keeps one checkpoint, and evaluates to these scores."""
+    """A trainer in one process that saves each step, keeps one checkpoint, and evaluates to `scores`."""
     from transformers import TrainingArguments
 
     from replicated_ckpt.integrations.transformers import ReplicatedTrainer
@@ -81,10 +81,10 @@ def scored(root: Path, scores: tuple[int, ...], *, loads_best: bool) -> Any:
     [((), (5, 5, 5), True), ((), (9, 5, 5), False), ((1, 1, 9), (5, 4, 4), True)],
     ids=["equals", "only named", "an earlier run was better"],
 )
-def test_the_best_that_trainer_means_is_kept(
+def test_retention_keeps_trainers_best_checkpoint(
     tmp_path: Path, before: tuple[int, ...], scores: tuple[int, ...], loads_best: bool
 ) -> None:
-    """Of equals the first one, which it loads at the end; and also where it loads none, but was told a metric."""
+    """The first of equal scores is kept, also if Trainer only names a metric and loads no best model at the end."""
     require("transformers")
     try:
         for now in filter(None, (before, scores)):
@@ -98,10 +98,8 @@ def test_the_best_that_trainer_means_is_kept(
         end(processes_of(str(tmp_path)))
 
 
-def test_a_counter_that_a_version_of_trainer_does_not_have_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trainer counts more in newer versions: under an older one a save does without, and what it saved resumes in both."""
+def test_counters_unknown_to_this_trainer_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer versions of Trainer have more counters. An older one saves without them, and both resume."""
     require("transformers")
     from replicated_ckpt.integrations import transformers
 
@@ -119,7 +117,7 @@ def test_a_counter_that_a_version_of_trainer_does_not_have_is_left_out(
         end(processes_of(str(tmp_path)))
 
 
-def test_trainer_gets_no_file_that_no_trainer_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_reads_no_foreign_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user who can write the checkpoint adds weights, or a schedule that runs code: Trainer reads neither."""
     require("transformers")
     from replicated_ckpt.integrations.directory_files import collect_files
@@ -144,7 +142,9 @@ def test_trainer_gets_no_file_that_no_trainer_wrote(tmp_path: Path, monkeypatch:
 
 
 def test_generators_stay_with_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's too, as the warning says; and Trainer is not told of a best checkpoint that it would call gone."""
+    """Rank 0's generators stay too, as the warning says. Trainer gets no path of a best checkpoint that it could not
+    find.
+    """
     require("transformers")
     trainer = scored(tmp_path, (5,), loads_best=True)
     try:
@@ -164,8 +164,8 @@ def test_generators_stay_with_another_number_of_ranks(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("restores", "ends_at"), [(True, 4), (False, 5)])
-def test_early_stopping_counts_on_with_trainers_own_switch(tmp_path: Path, restores: bool, ends_at: int) -> None:
-    """Patience of 3 after a best first step: with `restore_callback_states_from_checkpoint` the count goes on at 1."""
+def test_early_stopping_resumes_its_count_with_trainers_option(tmp_path: Path, restores: bool, ends_at: int) -> None:
+    """Patience of 3 and a best first step: with `restore_callback_states_from_checkpoint` the count resumes at 1."""
     require("transformers")
     from transformers import EarlyStoppingCallback
 
@@ -182,7 +182,7 @@ def test_early_stopping_counts_on_with_trainers_own_switch(tmp_path: Path, resto
 
 
 def tuned(root: Path, steps: int) -> Any:
-    """trl's SFTTrainer of a small model, that logs every third step and saves every second one."""
+    """trl's SFTTrainer of a small model, which logs every third step and saves every second."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -192,7 +192,7 @@ def tuned(root: Path, steps: int) -> Any:
     from replicated_ckpt.integrations.transformers import ReplicatedTrainerMixin
 
     class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer):
-        """As the page has it."""
+        """As on the documentation page."""
 
     words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -216,8 +216,8 @@ def tuned(root: Path, steps: int) -> Any:
     )
 
 
-def test_what_trl_counts_for_its_log_goes_on(tmp_path: Path) -> None:
-    """Tokens seen, and averages since the last log, are those of an undisturbed run, resumed between two logs."""
+def test_trls_log_counters_resume(tmp_path: Path) -> None:
+    """A run resumed between two logs reports the same tokens seen and averages as an undisturbed run."""
     require("trl")
     logged = []
     try:

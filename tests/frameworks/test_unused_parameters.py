@@ -1,4 +1,4 @@
-"""Parameters that have had no gradient yet, and frozen ones, over a restart in each framework."""
+"""Parameters without a gradient so far, and frozen ones, over a restart in each framework."""
 
 import json
 import subprocess
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(30
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])
-def test_unused_and_frozen_heads_go_on(tmp_path: Path, framework: str) -> None:
-    """A head that was never used has no optimizer state, a frozen one has its own; weights end as without the restart."""
+def test_unused_and_frozen_heads_resume(tmp_path: Path, framework: str) -> None:
+    """An unused head has no optimizer state, a frozen one keeps its state. The weights end as without a restart."""
     require(framework)
     command = [sys.executable, "-W", "ignore", str(PROGRAMS / "unused_program.py"), framework, str(tmp_path)]
     try:

@@ -1,4 +1,4 @@
-"""`rckpt://`: other readers load from the copies that survive, through fsspec."""
+"""`rckpt://`: other readers load the surviving copies through fsspec."""
 
 import shutil
 import tomllib
@@ -29,7 +29,7 @@ SHARD = "__0_0.distcp"
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    """As the entry point of an installed package does."""
+    """Registers the file system as the entry point of an installed package does."""
     declared = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["entry-points"]["fsspec.specs"]
     module, _, name = declared["rckpt"].partition(":")
     fsspec.register_implementation("rckpt", getattr(import_module(module), name), clobber=True)
@@ -45,8 +45,8 @@ def load(url: str, state: dict[str, Any]) -> None:
     dcp.load(state, storage_reader=FsspecReader(url), no_dist=True)
 
 
-def test_torchs_reader_loads_from_it(tmp_path: Path) -> None:
-    """The tensors and the objects; the files can be listed, and nothing can be written."""
+def test_torchs_reader_loads_an_rckpt_url(tmp_path: Path) -> None:
+    """Tensors and objects load, files are listed, and writing raises."""
     saved, url = save(tmp_path), f"rckpt://{tmp_path}/run/step-1"
     state: dict[str, Any] = {"x": torch.zeros(1 << 20, dtype=torch.int64), "text": ""}
     load(url, state)
@@ -64,7 +64,7 @@ def test_torchs_reader_loads_from_it(tmp_path: Path) -> None:
 
 
 def test_a_damaged_byte_is_never_read(tmp_path: Path) -> None:
-    """Without another copy it is an error that names the shard, as in a load."""
+    """Without another copy the read raises ShardLost, as a load does."""
     save(tmp_path)
     file = tmp_path / "run" / "step-1" / SHARD
     raw = bytearray(file.read_bytes())
@@ -74,8 +74,8 @@ def test_a_damaged_byte_is_never_read(tmp_path: Path) -> None:
         opened.read()
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
-    """No such checkpoint; a directory in no store."""
+def test_a_missing_checkpoint_or_store_is_an_error(tmp_path: Path) -> None:
+    """An unknown checkpoint raises CheckpointNotFound. A directory outside of any store raises ConfigInvalid."""
     save(tmp_path / "root")
     with pytest.raises(CheckpointNotFound, match="step-9"):
         fsspec.open(f"rckpt://{tmp_path}/root/step-9/.metadata").open()
@@ -84,7 +84,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_it_reads_from_a_node_that_survives(tmp_path: Path) -> None:
-    """This node has lost its files of the checkpoint; the other node's agent has the copies."""
+    """This node has lost its files of the checkpoint: the other node's agent serves the copies."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         cluster.run(call(reports.save_and_load_slowed, slow=0, hows=["none"]), nodes=[0, 1])
         root = cluster.nodes[0].root

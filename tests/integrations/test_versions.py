@@ -1,4 +1,4 @@
-"""A framework that is too old is named before it is imported, where it would fail with an error of its own."""
+"""A framework that is too old is named before its import, which would fail with another error."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ from replicated_ckpt.integrations import check_versions
 
 
 def install(directory: Path, package: str, version: str) -> None:
-    """What pip leaves of a package, without its code."""
+    """Writes the metadata that pip installs for a package, without code."""
     metadata = directory / f"{package}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
@@ -45,7 +45,7 @@ def test_a_framework_that_is_too_old_is_named(
 
 @pytest.mark.parametrize("version", ["2.6", "2.6.0rc1", "2.10.0.dev20261128+cpu", "3"])
 def test_a_framework_that_is_new_enough_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """The lowest one, a release candidate of it, and any newer one."""
+    """The lowest version, its release candidate, and any newer version."""
     install(tmp_path, "lightning", version)
     monkeypatch.syspath_prepend(tmp_path)
     check_versions("lightning")

@@ -1,4 +1,4 @@
-"""The unit, the DaemonSet's pod and the side-car under kills: the agents' own arguments, on hosts in namespaces."""
+"""The agents of the systemd unit, the DaemonSet and the side-car, with their own arguments, on two hosts in namespaces."""
 
 import configparser
 import os
@@ -38,13 +38,15 @@ pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.multiprocess, pyt
 UNIT = "replicated-ckpt-agent.service"
 DAEMON_SET, SIDE_CAR = "kubernetes-agent.yaml", "kubernetes-sidecar.yaml"
 CRASH_BACKOFF_S = 10.0
-"""Kubelet starts a container again after this long when it has failed for the first time."""
+"""Kubelet's delay before it restarts a container that failed for the first time."""
 WITHIN_S = 120.0
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How a launcher starts the agent, when it starts it again, and how long it may take to end."""
+class AgentLauncher:
+    """How a launcher starts the agent, how long it waits before it restarts it, and how long the agent may take to
+    exit.
+    """
 
     command: list[str]
     root: str
@@ -53,31 +55,33 @@ class Kept:
     asks_for: str
 
     def on(self, node: Node) -> list[str]:
-        """The command there: the program, the root and what kubelet puts in are others, the rest is as shipped."""
+        """The command on `node`. Program, root and kubelet's variables are replaced, the other arguments are as
+        shipped.
+        """
         given = {self.root: str(node.root), "$(HOST_IP)": node.address}
         words = [given.get(word, word) for word in self.command[1:]]
         program = "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())"
         return [*inside(node), sys.executable, "-c", program, *words]
 
 
-def kept_by_systemd() -> Kept:
+def systemd_launcher() -> AgentLauncher:
     unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]  # names of systemd have capitals
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  # systemd's names have capitals
     unit.read(LAUNCHERS / UNIT)
     service = unit["Service"]
     assert service["Restart"] == "always"
     command = shlex.split(service["ExecStart"])
     root = command[command.index("--root") + 1]
-    return Kept(command, root, float(service["RestartSec"]), float(service["TimeoutStopSec"]), "")
+    return AgentLauncher(command, root, float(service["RestartSec"]), float(service["TimeoutStopSec"]), "")
 
 
-def kept_by_kubelet(manifest: str) -> Kept:
+def kubelet_launcher(manifest: str) -> AgentLauncher:
     agent = agent_of_pod(manifest)
     (pod,) = pods(LAUNCHERS / manifest)
-    assert agent.get("restartPolicy", "Always") == "Always"  # a DaemonSet's containers have no other
+    assert agent.get("restartPolicy", "Always") == "Always"  # a DaemonSet allows no other policy
     (root,) = [mount["mountPath"] for mount in agent["volumeMounts"] if mount["name"] == "store"]
     grace_s = float(pod["terminationGracePeriodSeconds"])
-    return Kept(agent["args"], root, CRASH_BACKOFF_S, grace_s, HOST_ENV)
+    return AgentLauncher(agent["args"], root, CRASH_BACKOFF_S, grace_s, HOST_ENV)
 
 
 def agent_of_pod(manifest: str) -> dict[str, Any]:
@@ -85,18 +89,18 @@ def agent_of_pod(manifest: str) -> dict[str, Any]:
     return agent
 
 
-KEEPERS: dict[str, Callable[[], Kept]] = {
-    "systemd": kept_by_systemd,
-    "DaemonSet": lambda: kept_by_kubelet(DAEMON_SET),
-    "side-car": lambda: kept_by_kubelet(SIDE_CAR),
+AGENT_LAUNCHERS: dict[str, Callable[[], AgentLauncher]] = {
+    "systemd": systemd_launcher,
+    "DaemonSet": lambda: kubelet_launcher(DAEMON_SET),
+    "side-car": lambda: kubelet_launcher(SIDE_CAR),
 }
 
 
-class Keeper:
-    """As systemd or kubelet on one host: the agent that ends is started again, however it ended."""
+class Supervisor:
+    """Like systemd or kubelet on one host: restarts the agent whenever and however it ends."""
 
-    def __init__(self, kept: Kept, node: Node, log: Path) -> None:
-        self._kept, self._node, self._log = kept, node, log
+    def __init__(self, launcher: AgentLauncher, node: Node, log: Path) -> None:
+        self._launcher, self._node, self._log = launcher, node, log
         self._is_over = threading.Event()
         self.process = self._start()
         self._thread = threading.Thread(target=self._keep, daemon=True)
@@ -105,27 +109,29 @@ class Keeper:
     def _start(self) -> "subprocess.Popen[bytes]":
         environment = {**base_environment(), **self._node.environment, "OF_HOSTS": str(self._log)}
         with self._log.open("ab") as log:
-            return subprocess.Popen(self._kept.on(self._node), env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(self._launcher.on(self._node), env=environment, stdout=log, stderr=log)
 
     def _keep(self) -> None:
         while True:
             self.process.wait()
-            if self._is_over.wait(self._kept.pause_s):
+            if self._is_over.wait(self._launcher.pause_s):
                 return
             self.process = self._start()
 
     def wait_until_it_serves(self) -> None:
-        """The one that was started here, and no other."""
+        """Waits until the agent of this supervisor serves, and not another one."""
         wait_for(lambda: self._node.agent_pid() == self.process.pid, WITHIN_S, f"the agent of {self._log}")
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> int:
-        """As `systemctl restart`, or the deletion of a pod: its exit status, within the time that the launcher gives it."""
+        """Stops the agent like `systemctl restart` or a deleted pod, within the launcher's time. Returns its exit
+        status.
+        """
         stopped = self.process
         stopped.terminate()
-        return stopped.wait(self._kept.stop_within_s)
+        return stopped.wait(self._launcher.stop_within_s)
 
     def end(self) -> None:
         self._is_over.set()
@@ -135,39 +141,40 @@ class Keeper:
 
 
 @contextmanager
-def kept_agents(kept: Kept) -> Iterator[tuple[Hosts, list[Keeper]]]:
-    """Two hosts with an agent on each, which serves; ranks of the host know its address as the manifest tells them."""
+def supervised_agents(launcher: AgentLauncher) -> Iterator[tuple[Hosts, list[Supervisor]]]:
+    """Two hosts, each with a serving agent. Ranks get the host's address in the manifest's variable."""
     if why := why_no_hosts():
         pytest.skip(why)
     with hosts_of(2, {}) as hosts, ExitStack() as stack:
-        keepers = []
+        supervisors = []
         for index, node in enumerate(hosts.cluster.nodes):
-            if kept.asks_for:
-                node.environment[kept.asks_for] = node.address
-            keeper = Keeper(kept, node, hosts.cluster.base / f"kept-{index}.log")
-            stack.callback(keeper.end)
-            keepers.append(keeper)
-        for keeper in keepers:
-            keeper.wait_until_it_serves()
-        yield hosts, keepers
+            if launcher.asks_for:
+                node.environment[launcher.asks_for] = node.address
+            supervisor = Supervisor(launcher, node, hosts.cluster.base / f"kept-{index}.log")
+            stack.callback(supervisor.end)
+            supervisors.append(supervisor)
+        for supervisor in supervisors:
+            supervisor.wait_until_it_serves()
+        yield hosts, supervisors
 
 
-@pytest.mark.parametrize("by", KEEPERS)
-def test_an_agent_that_ends_is_taken_up_by_the_next_start(by: str) -> None:
-    """While ranks save, one host's agent gets SIGKILL and the other's SIGTERM: the launcher's next ones serve, on the same
-    port, though ranks may have been faster to start one. What was saved has both copies, and loads.
+@pytest.mark.parametrize("by", AGENT_LAUNCHERS)
+def test_an_agent_that_ends_is_started_again(by: str) -> None:
+    """While ranks save, one host's agent gets SIGKILL and the other's SIGTERM. The launcher's next agents serve.
+
+    They use the same ports, although ranks may start agents sooner. Every save loads and has both copies.
     """
-    with kept_agents(KEEPERS[by]()) as (hosts, (first, second)):
-        cluster, told = hosts.cluster, hosts.cluster.base / "told"
+    with supervised_agents(AGENT_LAUNCHERS[by]()) as (hosts, (first, second)):
+        cluster, stop_file = hosts.cluster, hosts.cluster.base / "told"
         ports = [port_of(node) for node in cluster.nodes]
-        saves = call(cycles.save_until, told=str(told))
+        saves = call(cycles.save_until, told=str(stop_file))
         with ThreadPoolExecutor(1) as thread:
             ranks = thread.submit(cluster.run, saves, nodes=[0, 1], timeout_s=4 * WITHIN_S)
             try:
                 await_saves(cluster.nodes, ranks)
                 second.kill()
                 second.process.wait()
-                await_saves(cluster.nodes, ranks)  # with an agent of a rank's, if the launcher's is not back yet
+                await_saves(cluster.nodes, ranks)  # maybe with an agent that a rank started
                 second.wait_until_it_serves()
                 await_saves(cluster.nodes, ranks)
                 assert first.stop() == 0
@@ -175,16 +182,16 @@ def test_an_agent_that_ends_is_taken_up_by_the_next_start(by: str) -> None:
                 first.wait_until_it_serves()
                 await_saves(cluster.nodes, ranks)
             finally:
-                told.touch()
+                stop_file.touch()
                 done, other = ranks.result()
                 print(*done["failed"], *other["failed"], sep="\n")  # noqa: T201
         assert done["saved"] == other["saved"]
-        assert len(done["failed"]) <= 2, "more than the saves in which an agent ended"
+        assert len(done["failed"]) <= 2, "saves failed in which no agent ended"
         assert [port_of(node) for node in cluster.nodes] == ports
         for node in cluster.nodes:
             store = LocalStore(node.disk)
             wait_for(partial(holds_all, node, done["saved"]), WITHIN_S, f"all steps on {node.disk}")
-            for step in done["saved"]:  # one in which an agent was killed had one copy at first
+            for step in done["saved"]:  # a save in which an agent was killed has one copy at first
                 shards = [node.disk / f"step-{step}" / name for name in store.catalog.manifest(f"step-{step}").shards]
                 wait_for(lambda: all(map(Path.exists, shards)), WITHIN_S, f"both copies of step-{step}")  # noqa: B023
             assert findings(store) == []
@@ -201,7 +208,7 @@ def port_of(node: Node) -> int:
 
 
 def await_saves(nodes: Sequence[Node], ranks: "Future[ByRank[Any]]", more: int = 3) -> None:
-    """Until so many further checkpoints are on every host. Ranks that end before fail the test with what ended them."""
+    """Waits until every host has `more` further checkpoints. If the ranks end before, fails with their error or result."""
     before = [len(list(node.disk.glob("step-*/.metadata"))) for node in nodes]
     deadline = time.monotonic() + WITHIN_S
     while any(len(list(n.disk.glob("step-*/.metadata"))) < b + more for n, b in zip(nodes, before, strict=True)):
@@ -211,8 +218,8 @@ def await_saves(nodes: Sequence[Node], ranks: "Future[ByRank[Any]]", more: int =
         time.sleep(0.1)
 
 
-def test_ranks_that_have_ended_are_waited_for_no_longer(tmp_path: Path) -> None:
-    """Their own failure is raised at once, with their output; and ranks that ended well too early say what they did."""
+def test_waiting_for_saves_ends_with_the_ranks(tmp_path: Path) -> None:
+    """An error of the ranks is raised at once. Ranks that ended too early without one fail with their result."""
     failed, ended = Future[ByRank[Any]](), Future[ByRank[Any]]()
     failed.set_exception(AssertionError("rank 1 exited with -9"))
     ended.set_result(ByRank([{"saved": [1]}]))
@@ -224,40 +231,44 @@ def test_ranks_that_have_ended_are_waited_for_no_longer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [DAEMON_SET, SIDE_CAR])
-def test_probes_tell_agents_that_hang_and_agents_that_are_gone(manifest: str) -> None:
-    """Each probe of a manifest passes while the agent serves. Liveness fails for one that hangs, all for one that is gone.
+def test_probes_detect_hung_and_ended_agents(manifest: str) -> None:
+    """Each probe passes while the agent serves. Liveness fails if the agent hangs, and all probes fail if it has ended.
 
-    An open port says nothing of an agent that hangs. It answers again after a pause, and no probe has ended it.
+    An open port does not show a hang. A paused agent passes again once it continues: no probe has ended it.
     """
-    agent, kept = agent_of_pod(manifest), kept_by_kubelet(manifest)
+    agent, launcher = agent_of_pod(manifest), kubelet_launcher(manifest)
     probes = [agent[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-    assert probes[0]["periodSeconds"] * probes[0]["failureThreshold"] > LEAVE_WITHIN_S, "it may wait for one of ranks"
+    assert probes[0]["periodSeconds"] * probes[0]["failureThreshold"] > LEAVE_WITHIN_S, (
+        "the agent may first wait for one of a rank to exit"
+    )
     ports = {each["name"]: each["containerPort"] for each in agent["ports"]}
-    with kept_agents(kept) as (hosts, (keeper, _)):
+    with supervised_agents(launcher) as (hosts, (supervisor, _)):
         node = hosts.cluster.nodes[0]
 
         def ask() -> list[bool]:
-            return [passes(probe, ports, kept, node) for probe in probes]
+            return [passes(probe, ports, launcher, node) for probe in probes]
 
         assert ask() == [True, True, True]
-        os.kill(keeper.process.pid, signal.SIGSTOP)
+        os.kill(supervisor.process.pid, signal.SIGSTOP)
         assert ask() == [True, True, False]
-        os.kill(keeper.process.pid, signal.SIGCONT)
+        os.kill(supervisor.process.pid, signal.SIGCONT)
         assert ask() == [True, True, True]
-        keeper.end()
+        supervisor.end()
         assert ask() == [False, False, False]
 
 
-def passes(probe: dict[str, Any], ports: dict[str, int], kept: Kept, node: Node) -> bool:
-    """As kubelet: in the container, or from the node to the pod's address; late is failed."""
+def passes(probe: dict[str, Any], ports: dict[str, int], launcher: AgentLauncher, node: Node) -> bool:
+    """Runs a probe as kubelet does: in the container, or from the node to the pod's address. A late answer is a
+    failure.
+    """
     limit_s = probe.get("timeoutSeconds", 1)
     if "exec" in probe:
-        command = replace(kept, command=probe["exec"]["command"]).on(node)
+        command = replace(launcher, command=probe["exec"]["command"]).on(node)
     else:
         connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))"
         port = ports[probe["tcpSocket"]["port"]]
         command = [*inside(node), sys.executable, "-c", connect, node.address, str(port), str(limit_s)]
-        limit_s = WITHIN_S  # the interpreter's start is not kubelet's
+        limit_s = WITHIN_S  # kubelet starts no interpreter
     try:
         done = subprocess.run(command, env=base_environment(), capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The image of the agent: built from Debian's packages and hashed wheels, and run as its configuration says."""
+"""The agent's image, built from Debian's packages and hashed wheels, and run as its configuration says."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.agent.agents import wait_for
 BUILD = Path(__file__).resolve().parents[2] / "tools" / "agent_image" / "build.sh"
 SIZE_MAX_BYTES = 80_000_000
 ENTER = 'mount --bind /dev "$0/dev" && mount -t proc proc "$0/proc" && exec env -i "$@"'
-"""What a container's runtime does: mounts, the image's user, its environment, then the command, in the same process."""
+"""As a container runtime: mounts, the image's user and environment, then the command in the same process."""
 METRICS = """
 import sys
 from replicated_ckpt.agent.state.endpoint import read_endpoint
@@ -62,7 +62,7 @@ class Image:
         )
 
     def run(self, *words: str) -> str:
-        """What a command printed that ended with 0."""
+        """Runs a command, which must exit with 0. Returns its output."""
         with self.start(*words) as process:
             output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -92,7 +92,7 @@ def measure_bytes(folder: Path) -> int:
 
 
 def test_the_image_has_at_most_80_mb_and_no_torch(image: Image) -> None:
-    """Packed and unpacked. It has neither torch nor numpy, no shell and no package manager."""
+    """Packed and unpacked. The image has no torch, numpy, shell or package manager."""
     assert measure_bytes(image.layout) < SIZE_MAX_BYTES
     assert measure_bytes(image.root) < SIZE_MAX_BYTES
     names = {path.name for path in image.root.rglob("*")}
@@ -101,7 +101,7 @@ def test_the_image_has_at_most_80_mb_and_no_torch(image: Image) -> None:
 
 
 def test_an_agent_of_the_image_answers_and_ends(image: Image) -> None:
-    """Its command starts an agent as user 1000. Status and metrics answer in the image, and SIGTERM ends it with 0."""
+    """The image's command starts an agent as user 1000. Status and metrics answer, and SIGTERM ends the agent with 0."""
     assert image.process["args"] == ["replicated-ckpt", "agent", "--root", "/ckpt"]
     assert image.process["user"]["uid"] == 1000
     agent = image.start(*image.process["args"])
@@ -122,16 +122,16 @@ def test_an_agent_of_the_image_answers_and_ends(image: Image) -> None:
         agent.communicate()
 
 
-def test_a_verb_that_needs_torch_says_so(image: Image) -> None:
-    """`import` makes a checkpoint with DCP. In the image it ends as with a wrong argument, and names what is missing."""
+def test_a_verb_that_needs_torch_names_it(image: Image) -> None:
+    """`import` makes a checkpoint with DCP. In the image it exits as after a wrong argument and names torch."""
     with image.start("replicated-ckpt", "import", "--root", "/tmp/a", "--from", "torch", "/tmp/x", "one") as process:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "`import` needs torch, which this Python (/usr/bin/python3) does not have." in output
 
 
-def test_the_image_speaks_to_s3(image: Image) -> None:
-    """The client of S3 has what it needs: it opens, and reports that nothing listens."""
+def test_the_image_has_an_s3_client(image: Image) -> None:
+    """The S3 client of the image opens, and reports that nothing listens at the endpoint."""
     code = """
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket_client.opening import open_client

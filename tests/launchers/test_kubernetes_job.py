@@ -1,4 +1,6 @@
-"""The jobs of the Kubernetes manifests under kills: their pods as processes of this machine, their own arguments."""
+"""The jobs of the Kubernetes manifests under kills: their pods are processes of this machine, with the manifests'
+arguments.
+"""
 
 import os
 import shutil
@@ -31,7 +33,7 @@ def arguments_of(manifest: str) -> list[str]:
 
 
 def variables_of(manifest: str) -> dict[str, str]:
-    """Those that the manifest gives a value."""
+    """The environment variables to which the manifest gives a value."""
     return {each["name"]: each["value"] for each in training(manifest)["env"] if "value" in each}
 
 
@@ -41,7 +43,7 @@ def training(manifest: str) -> dict[str, Any]:
 
 
 class Pod:
-    """One pod of the job on a node of its own. What kubelet does: it starts a container again that failed."""
+    """One pod of the job on its own node. Restarts the container when it fails, as kubelet does."""
 
     def __init__(self, folder: Path, index: int, port: int) -> None:
         self.root = folder / f"node-{index}"
@@ -77,7 +79,7 @@ class Pod:
             time.sleep(1)
 
     def lose(self) -> None:
-        """The node goes with its disk: nothing of the pod ends in order. Another node is blank."""
+        """The node is lost with its disk: all processes are killed. The next node is blank."""
         end(processes_of(str(self.root)))
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -89,7 +91,7 @@ class Pod:
         end(processes_of(str(self.root)))
 
     def steps(self) -> list[int]:
-        """What is committed on this node."""
+        """The committed steps on this node."""
         return [int(path.parent.name.removeprefix("step-")) for path in self.root.glob("step-*/.metadata")]
 
 
@@ -120,22 +122,22 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def test_both_jobs_start_their_ranks_alike() -> None:
-    """So that what is tried below of one holds for the other."""
+def test_both_jobs_start_their_ranks_in_the_same_way() -> None:
+    """The tests below therefore hold for both manifests."""
     assert arguments_of(JOBS[0]) == arguments_of(JOBS[1])
     assert variables_of(JOBS[0]) == variables_of(JOBS[1])
 
 
 @pytest.mark.parametrize("manifest", ["kubernetes-agent.yaml", "kubernetes-sidecar.yaml"])
 def test_the_store_is_owned_by_the_user_of_the_pod(manifest: str, tmp_path: Path) -> None:
-    """kubelet makes the directory for root; before the agent starts it belongs to the user that the pod runs as."""
+    """kubelet creates the directory for root. The init container gives it to the pod's user before the agent starts."""
     (pod,) = [
         each["spec"]["template"]["spec"] for each in documents(LAUNCHERS / manifest) if "template" in each["spec"]
     ]
     first, *_ = pod["initContainers"]
     assert first["securityContext"]["runAsUser"] == 0
     if os.geteuid() != 0:
-        pytest.skip("only root gives directories away")
+        pytest.skip("only root changes the owner of a directory")
     path = tmp_path / "ckpt"
     path.mkdir(mode=0o755)
     mount = first["volumeMounts"][0]["mountPath"]
@@ -151,15 +153,15 @@ def test_the_store_is_owned_by_the_user_of_the_pod(manifest: str, tmp_path: Path
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_a_job_outlives_the_loss_of_any_pod(tmp_path: Path) -> None:
-    """A pod is lost with its node's disk, later the one that hosts the rendezvous: both times the job goes on."""
+    """A pod is lost with its node's disk, later the pod of the rendezvous: the job resumes both times."""
     with running_job(tmp_path) as (first, second):
         for lost in (second, first):
             wait_for_progress((first, second), beyond=max(newest(first), newest(second)))
             lost.lose()
         wait_until(lambda: first.is_complete and second.is_complete, "the end of the job")
         assert newest(first) == newest(second) == 120
-        said = (tmp_path / "pod-0.log").read_text() + (tmp_path / "pod-1.log").read_text()
-        assert said.count("starting at step 0 ") <= 2, "it began anew, and not where it was"
+        logs = (tmp_path / "pod-0.log").read_text() + (tmp_path / "pod-1.log").read_text()
+        assert logs.count("starting at step 0 ") <= 2, "the job started from step 0 again"
 
 
 def wait_for_progress(pods: tuple[Pod, Pod], *, beyond: int) -> None:

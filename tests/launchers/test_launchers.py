@@ -1,4 +1,4 @@
-"""The launchers of examples/launchers: valid to what can check them here, and the Slurm script really run."""
+"""The files of examples/launchers: all are validated, and the Slurm script runs."""
 
 import os
 import shlex
@@ -25,7 +25,7 @@ from tests.harness.processes import end, processes_of
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ROOT / "examples" / "launchers"
 WITHIN_S = 300
-"""For one run of the script: seconds on an idle machine, minutes on a full one."""
+"""For one run of the script: seconds on an idle machine, minutes on a busy one."""
 MANIFESTS = sorted(LAUNCHERS.glob("*.yaml"))
 KUBERNETES = "1.31"
 
@@ -42,15 +42,15 @@ def containers(path: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_manifests_are_valid(path: Path) -> None:
-    """Kubernetes' own schemas know every field of them."""
+    """Kubernetes' own schemas accept every field."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for document in documents(path):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
 @pytest.mark.parametrize("path", [path for path in MANIFESTS if list(containers(path))], ids=lambda path: path.name)
-def test_manifests_call_what_there_is(path: Path) -> None:
-    """Agents get arguments that the command has; ranks get the agent's root, and the address where the agent listens."""
+def test_manifests_pass_valid_arguments(path: Path) -> None:
+    """The command accepts the agents' arguments. Ranks get the agent's root and its address."""
     found = list(containers(path))
     assert found[-1]["name"] in ("agent", "train")
     for container in found:
@@ -66,8 +66,11 @@ def test_manifests_call_what_there_is(path: Path) -> None:
             assert HOST_ENV in {variable["name"] for variable in container["env"]}
 
 
-def test_agents_are_given_the_time_that_they_may_take() -> None:
-    """Each launcher waits as long after SIGTERM as an agent may stay for open saves; a pod, for its ranks before that."""
+def test_launchers_wait_as_long_as_an_agent_may_take_to_exit() -> None:
+    """After SIGTERM, each launcher waits as long as an agent may take for open saves.
+
+    A pod with ranks and an agent waits for the ranks before that.
+    """
     unit = (LAUNCHERS / "replicated-ckpt-agent.service").read_text(encoding="utf-8")
     pods = {
         path.name: document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -83,7 +86,7 @@ def test_agents_are_given_the_time_that_they_may_take() -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes-job.yaml", "kubernetes-sidecar.yaml"])
 def test_ranks_have_a_gpu_each_and_memory_for_what_they_share(name: str) -> None:
-    """A GPU for each process of torchrun; /dev/shm has a size, and fits into the container's memory."""
+    """torchrun starts one process per GPU. /dev/shm has a size limit below the container's memory."""
     (pod,) = pods(LAUNCHERS / name)
     (train,) = pod["containers"]
     limits, requests = train["resources"]["limits"], train["resources"]["requests"]
@@ -94,7 +97,7 @@ def test_ranks_have_a_gpu_each_and_memory_for_what_they_share(name: str) -> None
 
 @pytest.mark.parametrize("path", [path for path in MANIFESTS if list(containers(path))], ids=lambda path: path.name)
 def test_agents_run_where_ranks_do(path: Path) -> None:
-    """On nodes whose GPUs taint them, too; and each agent says what it needs."""
+    """Agents tolerate the taint of GPU nodes, and request CPU and memory."""
     (pod,) = pods(path)
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
     for agent in [container for container in containers(path) if container["name"] == "agent"]:
@@ -109,14 +112,14 @@ def gibibytes(text: str) -> int:
     return int(text.removesuffix("Gi"))
 
 
-def test_the_units_command_is_one(tmp_path: Path) -> None:
+def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     """systemd accepts the unit, and the command accepts its arguments."""
     unit = (LAUNCHERS / "replicated-ckpt-agent.service").read_text(encoding="utf-8")
     (command,) = [line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart=")]
     program, *arguments = shlex.split(command)
     parser().parse_args(arguments)
     if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not here: the unit's other lines are unchecked")
+        pytest.skip("systemd-analyze is not installed: the unit's other lines are unchecked")
     copy = tmp_path / "replicated-ckpt-agent.service"
     copy.write_text(unit.replace(program, "/bin/true"), encoding="utf-8")
     done = subprocess.run(
@@ -126,7 +129,9 @@ def test_the_units_command_is_one(tmp_path: Path) -> None:
 
 
 def fake_slurm(directory: Path) -> None:
-    """Commands of Slurm for two nodes on this machine: `srun` runs its command once per node, each with its own root."""
+    """Fakes Slurm's commands for two nodes on this machine: `srun` runs its command once per node, each with its own
+    root.
+    """
     directory.mkdir()
     commands = {
         "srun": (
@@ -155,7 +160,7 @@ def fake_slurm(directory: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2 * WITHIN_S + 60)
 def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
-    """Two nodes train; one loses its store; the requeued job goes on. Slurm's commands are stood in for, nothing else."""
+    """Two nodes train, one loses its store, and the requeued job resumes. Only Slurm's commands are fakes."""
     fake_slurm(tmp_path / "bin")
     store = tmp_path / "ckpt"
     try:
@@ -174,16 +179,16 @@ def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(2 * WITHIN_S + 60)
 def test_a_requeued_slurm_job_outlives_a_node(tmp_path: Path) -> None:
-    """All that runs on one node is killed while it trains, and its disk is gone: the job ends, and its next run goes on."""
+    """All processes of one node are killed and its disk is deleted: the job fails, and its next run resumes."""
     fake_slurm(tmp_path / "bin")
-    store, said = tmp_path / "ckpt", tmp_path / "said"
+    store, output = tmp_path / "ckpt", tmp_path / "said"
     roots = [store / "node-0", store / "node-1"]
     environment = environment_of(tmp_path)
     script = ["bash", str(LAUNCHERS / "slurm.sbatch"), str(ROOT / "examples" / "fashion_mnist.py")]
     options = ["--steps", "100000", "--save-every", "2", "--batch", "2"]
     try:
         with (
-            said.open("wb") as log,
+            output.open("wb") as log,
             subprocess.Popen([*script, *options], env=environment, stdout=log, stderr=log) as job,
         ):
             wait_for(
@@ -191,7 +196,7 @@ def test_a_requeued_slurm_job_outlives_a_node(tmp_path: Path) -> None:
             )
             end(processes_of(str(roots[1])))
             shutil.rmtree(roots[1])
-            assert job.wait(WITHIN_S) != 0, said.read_text()
+            assert job.wait(WITHIN_S) != 0, output.read_text()
         saved = max(int(path.parent.name.removeprefix("step-")) for path in roots[0].glob("step-*/.metadata"))
         assert f"starting at step {saved} on 2 ranks" in trained(environment_of(tmp_path), saved + 2)
     finally:
@@ -208,11 +213,11 @@ from replicated_ckpt.agent.launch import running_agent
 from replicated_ckpt.stores.local.store import LocalStore
 
 root = Path(sys.argv[-1])
-def told(*_):
+def on_sigterm(*_):
     time.sleep(2)
     (root / "told").write_text("" if running_agent(LocalStore(root)) is None else "the agent answers")
     sys.exit(0)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, on_sigterm)
 while running_agent(LocalStore(root)) is None:
     time.sleep(0.1)
 (root / "begun").touch()
@@ -224,10 +229,10 @@ while True:
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
-def test_slurm_tells_the_ranks_and_not_the_agents(tmp_path: Path) -> None:
-    """SIGTERM to the batch shell, as with `B:`: each rank hears it, and has an agent while it saves; then all end.
+def test_slurm_signals_the_ranks_before_the_agents(tmp_path: Path) -> None:
+    """The batch shell gets SIGTERM, as with `B:`. Each rank gets the signal and still has an agent while it saves.
 
-    The shell stays for the agents: with it the job ends, which tells them to stop once more.
+    The shell waits for the agents, because the job ends with the shell, and Slurm would then signal the agents.
     """
     script = LAUNCHERS / "slurm.sbatch"
     assert "#SBATCH --signal=B:TERM@120\n" in script.read_text(encoding="utf-8")
@@ -248,7 +253,7 @@ def test_slurm_tells_the_ranks_and_not_the_agents(tmp_path: Path) -> None:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """As Slurm gives it to the script, on a port of its own."""
+    """The script's environment under Slurm, with a free port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     return {
@@ -265,7 +270,7 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def trained(environment: dict[str, str], steps: int) -> str:
-    """Runs the script to its end; what it said."""
+    """Runs the script to its end. Returns its output."""
     command = ["bash", str(LAUNCHERS / "slurm.sbatch"), str(ROOT / "examples" / "fashion_mnist.py")]
     command += ["--steps", str(steps), "--save-every", "2", "--batch", "2"]
     done = subprocess.run(

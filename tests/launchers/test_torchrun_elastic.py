@@ -1,4 +1,4 @@
-"""The script for torchrun, with its own arguments, on two hosts of which one is lost with all that runs there."""
+"""The script for torchrun, with its own arguments, on two hosts. One host is lost with all its processes."""
 
 import os
 import subprocess
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.multiprocess, pyt
 PORT = 29400
 WITHIN_S = 200.0
 BACK_WITHIN_S = 120.0
-"""Torchrun alone takes 8 s; this machine imports torch four times meanwhile."""
+"""Torchrun itself takes 8 s. This machine also imports torch four times."""
 
 
 class Job:
-    """The script on both hosts. What it says on one of them is in a file of its own."""
+    """Runs the script on both hosts, with a log file for each."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
@@ -49,7 +49,7 @@ class Job:
             self._running[host] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def lose(self, host: int) -> None:
-        """All that runs there is gone without a word, and so is the disk."""
+        """Kills all processes of the host and deletes its disk."""
         self.kill(host)
         self._hosts.cluster.nodes[host].lose()
 
@@ -59,22 +59,22 @@ class Job:
             self._running.pop(host).wait()
 
     def wait(self, host: int) -> None:
-        """Until the script has ended well there."""
+        """Waits until the script has succeeded on the host."""
         self.wait_until(lambda: self._running[host].poll() == 0, f"the end on host {host}")
 
     def wait_until(self, is_so: Callable[[], bool], what: str, within_s: float = WITHIN_S) -> None:
-        """Until it is so; fails at once if the script does, on either host."""
+        """Waits for a condition. Fails at once if the script fails on either host."""
         deadline = time.monotonic() + within_s
         while not is_so():
-            assert time.monotonic() < deadline, f"{what}: not within {within_s} s\n{self.said()}"
-            assert not any(process.poll() for process in self._running.values()), f"{what}:\n{self.said()}"
+            assert time.monotonic() < deadline, f"{what}: not within {within_s} s\n{self.logs()}"
+            assert not any(process.poll() for process in self._running.values()), f"{what}:\n{self.logs()}"
             time.sleep(0.2)
 
     def newest(self, host: int) -> int:
         found = self._hosts.cluster.nodes[host].disk.glob("step-*/.metadata")
         return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "\n".join(f"--- host {host}\n{tail(self._log(host), 20_000)}" for host in (0, 1))
 
     def stop(self) -> None:
@@ -99,10 +99,10 @@ def job() -> Iterator[Job]:
         yield found
 
 
-def test_a_lost_host_is_taken_back(job: Job) -> None:
-    """The other host goes on alone, and both go on together once the script runs on a blank host in its place.
+def test_a_blank_host_joins_in_place_of_a_lost_one(job: Job) -> None:
+    """The remaining host goes on alone. When the script starts on a blank host, both go on together.
 
-    Torchruns that share their store with the ranks end with DistStoreError after a minute instead.
+    Ranks that share torchrun's store would end with DistStoreError after a minute instead.
     """
     for host in (0, 1):
         job.start(host, rendezvous=0, steps=100_000)
@@ -112,17 +112,20 @@ def test_a_lost_host_is_taken_back(job: Job) -> None:
     job.wait_until(lambda: job.newest(0) > lost_at + 10, "host 0 alone")
     job.start(1, rendezvous=0, steps=100_000)
     job.wait_until(lambda: job.newest(1) > lost_at, "both hosts again", BACK_WITHIN_S)
-    assert job.said().count("starting at step 0 ") == 1, job.said()
+    assert job.logs().count("starting at step 0 ") == 1, job.logs()
 
 
-def test_the_loss_of_the_rendezvous_is_made_up_by_the_same_command(job: Job) -> None:
-    """Host 0 goes with its disk, the rendezvous and rank 0; the script on host 1 alone goes on from host 1's disk."""
+def test_the_script_resumes_after_the_rendezvous_host_is_lost(job: Job) -> None:
+    """Host 0 is lost with its disk, the rendezvous and rank 0.
+
+    The script, started again on host 1 alone, resumes from host 1's disk.
+    """
     for host in (0, 1):
         job.start(host, rendezvous=0, steps=100_000)
     job.wait_until(lambda: job.newest(1) > 0, "a checkpoint on both hosts")
     job.lose(0)
-    job.kill(1)  # its torchrun waits for a rendezvous that is gone: the user ends it
+    job.kill(1)  # its torchrun waits for the lost rendezvous; the user ends it
     saved = job.newest(1)
     job.start(1, rendezvous=1, steps=saved + 10)
     job.wait(1)
-    assert f"starting at step {saved} on 1 ranks" in job.said()
+    assert f"starting at step {saved} on 1 ranks" in job.logs()

@@ -1,4 +1,4 @@
-"""The files of examples/monitoring: Prometheus' own tools accept them, and a server scrapes a real agent with them."""
+"""The files of examples/monitoring: Prometheus' tools accept them, and a server scrapes a real agent with them."""
 
 import json
 import re
@@ -27,11 +27,11 @@ DASHBOARD = json.loads((EXAMPLES / "dashboard.json").read_text())
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 WITHIN_S = 60.0
 AGE_S = 3
-"""The alert's time without a whole checkpoint, in place of half an hour."""
+"""The alert's time without a whole checkpoint, instead of half an hour."""
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus is not installed"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # DCP says that there is no process group
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # DCP warns that there is no process group
 ]
 
 
@@ -41,7 +41,7 @@ def promtool(*arguments: object) -> None:
 
 
 def test_each_alert_fires_for_its_reason(tmp_path: Path) -> None:
-    """The rules are valid, and those of alerts_test.yml hold."""
+    """The rules are valid and pass the cases of alerts_test.yml."""
     for path in (EXAMPLES / "alerts.yml", Path(__file__).with_name("alerts_test.yml")):
         shutil.copy(path, tmp_path)
     promtool("check", "rules", tmp_path / "alerts.yml")
@@ -50,7 +50,7 @@ def test_each_alert_fires_for_its_reason(tmp_path: Path) -> None:
 
 
 def test_the_dashboard_is_valid() -> None:
-    """Each panel has a place of its own, and queries of the chosen job and data source."""
+    """Panels do not overlap, and every query selects the chosen job."""
     places = [tuple(panel["gridPos"][key] for key in "xywh") for panel in DASHBOARD["panels"]]
     cells = [(x + i, y + j) for x, y, w, h in places for i in range(w) for j in range(h)]
     assert len(cells) == len(set(cells))
@@ -59,9 +59,9 @@ def test_the_dashboard_is_valid() -> None:
 
 
 def test_an_alert_fires_when_saving_stops(tmp_path: Path) -> None:
-    """Prometheus scrapes an agent over TLS by the example, whose alert fires once no save came for its time.
+    """Prometheus scrapes an agent over TLS with the example's files. The alert fires when saves stop for its time.
 
-    It ends with the job.
+    The alert ends with the job.
     """
     root = tmp_path / "root"
     options = "--host", "0.0.0.0", "--round-every-s", "0.3"
@@ -83,19 +83,19 @@ def test_an_alert_fires_when_saving_stops(tmp_path: Path) -> None:
 
 
 def end_job(root: Path) -> None:
-    """Releases this process's lock as a client of the agent, as its end does."""
+    """Releases this process's client lock at the agent, as the process's end does."""
     _client_lock_by_root.pop(root).release()
 
 
 def is_quiet(server: "Server") -> bool:
-    """Whether a few saves have been scraped, the newest is young, and no alert fires."""
+    """Whether some saves have been scraped, the newest is recent, and no alert fires."""
     age = 'job:replicated_ckpt_commit_age:seconds{level="whole"}'
     is_seen = 3 <= server.value_of("max(replicated_ckpt_saves_total)") < float("inf")
     return is_seen and server.value_of(age) < AGE_S - 1 and server.firing() == []
 
 
 def save_until(root: Path, is_over: Callable[[], bool]) -> int:
-    """Saves again and again; returns how often."""
+    """Saves repeatedly. Returns the number of saves."""
     writer = ReplicatedWriter(root, copies=1, retention=Retention(keep_last=2))
     saves, deadline = 0, time.monotonic() + WITHIN_S
     while not is_over():
@@ -126,7 +126,7 @@ class Server:
         return self._ask("/api/v1/query", query=expression)["result"]
 
     def value_of(self, expression: str) -> float:
-        """The only result; endless without one."""
+        """The only result, or infinity if there is none."""
         found = self.query(expression)
         assert len(found) < 2, found
         return float(found[0]["value"][1]) if found else float("inf")
@@ -144,7 +144,7 @@ class Server:
 
 @contextmanager
 def prometheus(folder: Path, agent: RunningAgent) -> Iterator[Server]:
-    """Prometheus with the example's files, as docs/monitoring.md says; only paths, port and times are others."""
+    """Prometheus with the example's files, as docs/monitoring.md says. Only paths, port and times differ."""
     token, certificate = folder / "replicated-ckpt.token", folder / "replicated-ckpt.pem"
     shutil.copy(agent.root / ".agent" / "metrics.token", token)
     pem = (agent.root / ".agent" / "tls.pem").read_text()

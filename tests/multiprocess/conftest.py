@@ -1,4 +1,4 @@
-"""Clusters that end with their test, and the mark that everything in this folder carries."""
+"""The fixture that starts clusters and ends them with the test; every test of this folder is marked `multiprocess`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,9 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cluster_of(tmp_path: Path) -> Iterator[ClusterOf]:
-    """`cluster_of(3)` is a cluster of three nodes with empty stores; every process in it ends with the test.
+    """`cluster_of(3)` starts a cluster of three nodes with empty stores. The test's end stops all its processes.
 
-    Its ranks end quickly, unless a test is about their end: `quick_exit=False`.
+    Ranks skip the interpreter's shutdown. Tests of that shutdown pass `quick_exit=False`.
     """
     with ExitStack() as stack:
 

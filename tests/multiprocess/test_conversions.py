@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks, some of whose nodes are gone, as one file; and a file as the state of many ranks."""
+"""Checkpoints of many ranks are exported to one file after a node loss, and one file is loaded on many ranks."""
 
 import pytest
 
@@ -10,10 +10,10 @@ KINDS = ["plain", "meshes", "fsdp2"]
 
 
 @pytest.mark.fault
-def test_one_file_of_what_survives_and_back_onto_ranks(cluster_of: ClusterOf) -> None:
-    """Of three nodes one is lost: one process exports the whole state, shards by rows and columns included.
+def test_survivors_export_one_file_and_ranks_load_it_again(cluster_of: ClusterOf) -> None:
+    """One of three nodes is lost: one process exports the whole state, with tensors sharded by rows and by columns.
 
-    Imported on a blank node, the file loads into sharded models on another number of ranks.
+    The file is imported on a blank node. A different number of ranks then loads it into sharded models.
     """
     cluster = cluster_of(3)
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1, 2])
@@ -28,10 +28,11 @@ def test_one_file_of_what_survives_and_back_onto_ranks(cluster_of: ClusterOf) ->
 
 
 @pytest.mark.long
-def test_torchs_own_reader_of_torch_files_feeds_a_save(cluster_of: ClusterOf) -> None:
-    """`BroadcastingTorchSaveReader` and `DynamicMetaLoadPlanner` bring an exported file onto ranks, which save it.
+def test_torchs_broadcasting_reader_feeds_a_save(cluster_of: ClusterOf) -> None:
+    """`BroadcastingTorchSaveReader` and `DynamicMetaLoadPlanner` load an exported file on all ranks, which then save
+    it.
 
-    One rank alone reads that whole, without knowing what is in it, while the process group is alive.
+    In the same process group, one rank alone reads the new checkpoint without knowing its contents.
     """
     cluster = cluster_of(2)
     saved = cluster.run(call(state.save, kinds=["large"], checkpoint_id="step-1"), nodes=[0, 1])

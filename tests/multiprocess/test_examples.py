@@ -1,4 +1,4 @@
-"""Each example does what its README says: it runs on real ranks, a node is lost in between, and the results agree."""
+"""Each example does what its README says on real ranks, also after a node loss."""
 
 import re
 import shutil
@@ -26,8 +26,10 @@ def losses(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.long
-def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, tmp_path: Path) -> None:
-    """SIGTERM at one rank of four: all save that step and leave; a node is lost; then each loss is an undisturbed run's."""
+def test_a_job_stopped_by_sigterm_resumes_bit_for_bit(cluster_of: ClusterOf, tmp_path: Path) -> None:
+    """One of four ranks gets SIGTERM: all ranks save that step and exit. After a node loss each loss equals an
+    undisturbed run's.
+    """
     cluster, undisturbed = cluster_of(2), cluster_of(2, base=tmp_path / "undisturbed")
     arguments = ("--steps", "9", "--save-every", "100")
     everything = undisturbed.run(example("checkpoint_manager", *arguments), nodes=[0, 1], ranks=2)[0]
@@ -42,8 +44,10 @@ def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
-def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: bool) -> None:
-    """Full or sharded state dict: each loss after a loss of node 0 is that of the run before; one whole model per node."""
+def test_fsdp1_resumes_after_a_node_loss(cluster_of: ClusterOf, *, sharded: bool) -> None:
+    """With full and sharded state dicts, the losses after node 0 is lost equal the first run's. Each node writes one
+    full model.
+    """
     cluster = cluster_of(2)
     kind = ["--sharded"] if sharded else []
     first = cluster.run(example("fsdp1_fashion_mnist", "--epochs", "7", *kind), nodes=[0, 1], ranks=2)[0]
@@ -58,7 +62,9 @@ def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: 
 
 @pytest.mark.long
 def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
-    """Saved on four ranks; without node 0 it loads on four, on three, in one process alone, and converts both ways."""
+    """Four ranks save and node 0 is lost. The checkpoint loads on four ranks, three ranks and one process, and converts
+    both ways.
+    """
     cluster = cluster_of(2)
     (saved,) = cluster.run(example("getting_started", "save"), nodes=[0, 1], ranks=2)[0]
     weights = saved.removeprefix("saved: ")
@@ -73,8 +79,8 @@ def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.long
-def test_stock_programs_run_where_they_can(cluster_of: ClusterOf) -> None:
-    """With one directory for all ranks they save and load; with one for each node, as on local disks, they do not load."""
+def test_stock_programs_need_one_directory_for_all_ranks(cluster_of: ClusterOf) -> None:
+    """With one directory for all ranks the stock programs save and load. With one directory per node the load fails."""
     cluster = cluster_of(2, quick_exit=True)
     (saved,) = cluster.run(example("stock/getting_started", "save"), nodes=[0], ranks=2)[0]
     loaded = cluster.run(example("stock/getting_started", "load"), nodes=[0], ranks=2)[0]
@@ -89,8 +95,11 @@ def test_stock_programs_run_where_they_can(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.long
-def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -> None:
-    """Nothing is written under four ids; rank 0's holds them all, is read back by rank 0 alone, and outlives a node."""
+def test_ids_that_differ_by_rank_are_refused_or_replaced_by_rank_0s(cluster_of: ClusterOf) -> None:
+    """Four ranks make four timestamped ids. With `--checkpoint-id-from all` every rank raises and nothing is written.
+
+    By default rank 0's id is used: rank 0 consolidates the checkpoint, and the job resumes after a node loss.
+    """
     cluster = cluster_of(2)
     arguments = ("--steps", "6", "--save-steps", "4")
     strict = call(examples.fails, script="timestamped_output.py", arguments=[*arguments, "--checkpoint-id-from", "all"])
@@ -105,11 +114,11 @@ def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -
     cluster.nodes[0].lose()
     second = cluster.run(run, nodes=[0, 1], ranks=2)[0]
     assert second == ["starting at step 4", *first[-2:]]
-    assert cluster.run(run, nodes=[0, 1], ranks=2)[0] == second, "of two time stamps"
+    assert cluster.run(run, nodes=[0, 1], ranks=2)[0] == second, "two timestamped ids exist now"
 
 
 def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
-    """Four ranks share the work of one copy; a late rank, a lost node and another number of ranks change nothing."""
+    """Four ranks share the work of one copy. It loads after a node loss, with a late rank, and on three ranks."""
     cluster = cluster_of(2)
     late = ("--late-rank", "1", "--late-s", "1")
     first = cluster.run(example("ddp", "--steps", "6", "--save-every", "4", *late), nodes=[0, 1], ranks=2)
@@ -122,14 +131,16 @@ def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     cluster.nodes[0].lose()
     again = cluster.run(example("ddp", "--steps", "6", "--save-every", "4", *late), nodes=[0, 1], ranks=2)
     assert [lines[0] for lines in again] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(4)]
-    # DDP lays out its buckets anew after its first step, and a sum in another order may differ in its last digit.
+    # DDP rebuilds its buckets after its first step. A sum in another order may differ in its last digit.
     assert losses(again[0]) == pytest.approx(losses(first[0])[-2:], rel=1e-6)
     three = cluster.run(example("ddp", "--steps", "5"), nodes=[1, 0], ranks=[2, 1])
     assert [lines[0] for lines in three] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(3)]
 
 
-def test_saves_every_few_steps_are_all_whole(cluster_of: ClusterOf) -> None:
-    """Step times with and without asynchronous saves are printed; the last save is whole on both nodes when it ends."""
+def test_saves_every_few_steps_are_whole(cluster_of: ClusterOf) -> None:
+    """The example prints step times with and without asynchronous saves. At its end both nodes have the whole last
+    save.
+    """
     cluster = cluster_of(2)
     run = example("async_every_few_steps", "--steps", "9", "--save-every", "3", "--width", "64")
     without, with_saves, newest = cluster.run(run, nodes=[0, 1])[0]
@@ -143,8 +154,8 @@ def test_saves_every_few_steps_are_all_whole(cluster_of: ClusterOf) -> None:
         assert node.files("step-9") == {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
 
 
-def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
-    """FSDP2 on FashionMNIST: from the newest checkpoint that survived, with the loss that the run before had."""
+def test_the_shortest_job_resumes_after_a_node_loss(cluster_of: ClusterOf) -> None:
+    """The FSDP2 job on FashionMNIST resumes from the newest surviving checkpoint, with the first run's losses."""
     cluster = cluster_of(2)
     run = example("fashion_mnist", "--steps", "4", "--save-every", "2")
     first = cluster.run(run, nodes=[0, 1])[0]
@@ -157,7 +168,7 @@ def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
 
 
 def test_getting_started_ends_with_a_good_status(cluster_of: ClusterOf) -> None:
-    """Two nodes train, one loses its disk, a blank one takes its place: what `status` advises ends with exit code 0."""
+    """A node loses its disk and a blank one replaces it. After the command that `status` advises, `status` returns 0."""
     cluster = cluster_of(2)
     cluster.launch([example("fashion_mnist", "--steps", "4", "--save-every", "2")], nodes=[0, 1])
     root, gone = cluster.nodes[0].disk, LocalStore(cluster.nodes[1].disk).node_id()
@@ -165,7 +176,9 @@ def test_getting_started_ends_with_a_good_status(cluster_of: ClusterOf) -> None:
     resumed = cluster.run(example("fashion_mnist", "--steps", "6", "--save-every", "2"), nodes=[0, 1])[0]
     assert resumed[0].startswith("starting at step 4")
     advised = f"replicated-ckpt repair --root {root} --lost {gone}"
-    if f"`{advised}`" in command("status", "--root", root).stdout:  # else it has had its 30 s
+    if (
+        f"`{advised}`" in command("status", "--root", root).stdout
+    ):  # else re-protection, which waits 30 s, has begun by itself
         assert command(*advised.split()[1:]).returncode == ExitCode.OK
     done = command("status", "--root", root)
     assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "good"), done.stdout

@@ -1,4 +1,4 @@
-"""The harness itself: worlds have the shape that was asked for, and what hangs or fails is seen and ended."""
+"""The harness starts ranks in the requested layout, and detects and ends ranks that hang or fail."""
 
 import os
 import signal
@@ -37,16 +37,16 @@ time.sleep(600)
 
 @pytest.mark.parametrize("launcher", mark_long(["direct", "torchrun"], keep=["direct"]))
 def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf, launcher: Launcher) -> None:
-    """Ranks are numbered along the nodes as listed, torchrun or not, and end with their launch."""
+    """Ranks are numbered in the order of the listed nodes, with and without torchrun, and end with their launch."""
     cluster = cluster_of(2, quick_exit=False)
-    ranks = [1, 2] if launcher == "direct" else [1, 1]  # torchrun gives all nodes as many
+    ranks = [1, 2] if launcher == "direct" else [1, 1]  # torchrun starts equally many ranks on all nodes
     found = cluster.run(call(harness_steps.where), nodes=[1, 0], ranks=ranks, launcher=launcher)
     assert [(value["rank"], value["node"]) for value in found] == [(0, 1), (1, 0), (2, 0)][: sum(ranks)]
     assert not any(is_running(value["pid"]) for value in found)
 
 
 def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
-    """A hang ends at the time-out, the message shows where each rank was, and no process is left."""
+    """A hang ends at the timeout. The error has each rank's stack, and no process is left."""
     cluster = cluster_of(2, quick_exit=False)
     with pytest.raises(AssertionError, match="hung") as failure:
         cluster.launch([call(harness_steps.hang)], nodes=[0, 1], timeout_s=5)
@@ -55,7 +55,7 @@ def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
 
 
 def test_results_are_read_by_their_call() -> None:
-    """Also by its function where one call has that; a name that fits several calls, or none, is refused."""
+    """Results are read by call, or by function if one call has it. A function of several calls, or of none, raises."""
     first, again, where = call(harness_steps.sleep), call(harness_steps.sleep), call(harness_steps.where)
     results = Results((first, again, where), [{"values": [None, None, {"rank": 0}], "warnings": [[], ["slow"], []]}])
     assert results.of(where) == results.of(harness_steps.where) == [{"rank": 0}]
@@ -67,8 +67,8 @@ def test_results_are_read_by_their_call() -> None:
         ByRank([1, 2]).agreed()
 
 
-def test_a_process_that_is_killed_is_ending_until_its_status_is_collected() -> None:
-    """The harness takes a killed process for ending until it was waited for."""
+def test_a_killed_process_is_ending_until_its_status_is_collected() -> None:
+    """`is_ending` is true from the kill until the parent has waited for the process."""
     process = subprocess.Popen(["sleep", "60"])
     assert not is_ending(process.pid)
     process.kill()
@@ -78,7 +78,7 @@ def test_a_process_that_is_killed_is_ending_until_its_status_is_collected() -> N
 
 
 def test_a_failing_rank_fails_with_its_traceback(cluster_of: ClusterOf) -> None:
-    """One rank's error is the test's error, though the other ranks wait for it."""
+    """One rank's error fails the launch, although the other ranks wait for that rank."""
     cluster = cluster_of(2, quick_exit=False)
     calls = [call(harness_steps.raise_on, rank=1), call(loss.lose, nodes=[])]
     with pytest.raises(AssertionError, match="rank 1 raises on purpose"):
@@ -87,7 +87,7 @@ def test_a_failing_rank_fails_with_its_traceback(cluster_of: ClusterOf) -> None:
 
 
 def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf) -> None:
-    """Ranks share an import and no more: environment, session, working directory and connections are their own."""
+    """Ranks share only imported modules. Environment, session, working directory and connections are their own."""
     cluster = cluster_of(2, environment={"ONLY_HERE": "yes"})
     cluster.nodes[1].environment["ONLY_THERE"] = "too"
     (single,) = cluster.run(call(harness_steps.process), nodes=[0], launcher="single")
@@ -102,8 +102,8 @@ def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf)
     assert len({found["session"] for found in [single, *both]}) == 3
 
 
-def shown_of(pid: int) -> dict[str, object]:
-    """What a process has that it does not make itself, as /proc shows it; files of an agent and directories come and go."""
+def process_state(pid: int) -> dict[str, object]:
+    """What /proc shows of a process. Directories and the agent's own files are left out, because they come and go."""
     proc = Path(f"/proc/{pid}")
     texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
     kept = [path for path in open_files(pid) if path.startswith("/") and not path.endswith(" (deleted)")]
@@ -119,7 +119,7 @@ def shown_of(pid: int) -> dict[str, object]:
 
 
 def start_agent(arguments: list[str], environment: dict[str, str], log: int) -> "subprocess.Popen[bytes]":
-    """In a new interpreter."""
+    """Starts the agent in a new interpreter."""
     return subprocess.Popen(
         [*AGENT, *arguments],
         env=environment,
@@ -136,8 +136,8 @@ def fork_agent(arguments: list[str], environment: dict[str, str], log: int) -> F
     return Forked(forker, "agent", arguments, command=AGENT, environment=environment, output=log)
 
 
-def test_a_forked_agent_is_as_a_started_one(tmp_path: Path) -> None:
-    """Command line, environment, folder, umask, files and session are those of the same agent in a new interpreter."""
+def test_a_forked_agent_has_the_same_process_state_as_a_started_one(tmp_path: Path) -> None:
+    """Command line, environment, folder, umask, files and session equal those of an agent in a new interpreter."""
     arguments, environment = ["--root", str(tmp_path / "root")], {**base_environment(), "ONLY_HERE": "yes"}
     node, shown = Node(tmp_path / "root", tmp_path / "root"), []
     with (tmp_path / "log").open("wb") as log:
@@ -145,7 +145,7 @@ def test_a_forked_agent_is_as_a_started_one(tmp_path: Path) -> None:
             process = start(arguments, environment, log.fileno())
             try:
                 wait_for(lambda pid=process.pid: node.agent_pid() == pid, 60, "the agent")  # type: ignore[misc]
-                shown.append(shown_of(process.pid))
+                shown.append(process_state(process.pid))
             finally:
                 process.kill()
                 process.wait()
@@ -156,7 +156,7 @@ def test_a_forked_agent_is_as_a_started_one(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_no_rank_outlives_the_harness(tmp_path: Path) -> None:
-    """However pytest ends, with SIGKILL even: what forks its processes ends, and every rank that was forked."""
+    """After SIGKILL of the harness, both zygotes and the ranks that they forked end."""
     command = [sys.executable, "-c", HARNESS_THAT_IS_KILLED, str(tmp_path)]
     with subprocess.Popen(command, env=base_environment(), stdout=subprocess.PIPE, text=True) as harness:
         assert harness.stdout is not None

@@ -1,4 +1,4 @@
-"""Two hosts with addresses, names, /tmp and disks of their own: losses, a firewall, and addresses that are wrong."""
+"""Two hosts with their own addresses, names, /tmp and disks: a lost host, a firewall and wrong addresses."""
 
 from collections.abc import Iterator
 
@@ -25,14 +25,16 @@ def hosts() -> Iterator[Hosts]:
         yield found
 
 
-def absence(results: Results) -> str:
-    """The warning of a save that a node did not take part in when it began."""
-    (said,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
-    return said
+def absence_warning(results: Results) -> str:
+    """The save's one warning that a node did not answer when the save began."""
+    (warning,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
+    return warning
 
 
-def test_a_lost_host_gives_way_to_a_blank_one(hosts: Hosts) -> None:
-    """Hosts that share a network and nothing else save without a warning; rank 0's is lost with its disk; all loads."""
+def test_a_blank_host_replaces_a_lost_one(hosts: Hosts) -> None:
+    """Hosts that share only a network save without a warning. After rank 0's host lost its disk, every rank loads the
+    same values.
+    """
     cluster = hosts.cluster
     saved = cluster.launch([SAVE], nodes=[0, 1])
     assert saved.all_warnings == []
@@ -41,30 +43,34 @@ def test_a_lost_host_gives_way_to_a_blank_one(hosts: Hosts) -> None:
 
 
 def test_a_firewall_that_drops_the_port_is_named(hosts: Hosts) -> None:
-    """The save goes on; its warning names address, port and firewall, and who found out the address, which no user set."""
+    """The save succeeds. Its warning names the address, the port, the firewall and how the address was found: no user
+    set it.
+    """
     hosts.network.drop_port(1, PORT)
-    said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert f"a firewall drops port {PORT}" in said
-    assert f"{ranks_address(1)}:{PORT} comes from the route of host-1 to MASTER_ADDR={ranks_address(0)}." in said
-    assert f"set {HOST_ENV} to that address there" in said
+    warning = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert f"a firewall drops port {PORT}" in warning
+    assert f"{ranks_address(1)}:{PORT} comes from the route of host-1 to MASTER_ADDR={ranks_address(0)}." in warning
+    assert f"set {HOST_ENV} to that address there" in warning
 
 
 @pytest.mark.parametrize("address", mark_long([NO_HOST, NO_ROUTE], keep=[NO_ROUTE]))
 def test_an_address_that_leads_nowhere_is_named(hosts: Hosts, address: str) -> None:
-    """The save goes on; its warning says which address it is, that no way leads there, and which host to set it on."""
+    """The save succeeds. Its warning names the address, says that there is no route to it, and names the host to
+    correct.
+    """
     hosts.cluster.nodes[1].environment[HOST_ENV] = address
-    said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert f"This host has no route to {address}." in said
-    assert f"{address}:{PORT} comes from {HOST_ENV} on host-1." in said
-    assert f"set {HOST_ENV} to that address there" in said
+    warning = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert f"This host has no route to {address}." in warning
+    assert f"{address}:{PORT} comes from {HOST_ENV} on host-1." in warning
+    assert f"set {HOST_ENV} to that address there" in warning
 
 
 def test_a_loopback_address_is_named(hosts: Hosts) -> None:
-    """Other hosts reach themselves under it, and not a dead agent: the warning says so."""
+    """The warning says that with a loopback address each host reaches itself, and does not report a dead agent."""
     hosts.cluster.nodes[1].environment[HOST_ENV] = "127.0.0.1"
-    said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert "With 127.0.0.1 each host reaches itself" in said
-    assert f"127.0.0.1:{PORT} comes from {HOST_ENV} on host-1." in said
+    warning = absence_warning(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert "With 127.0.0.1 each host reaches itself" in warning
+    assert f"127.0.0.1:{PORT} comes from {HOST_ENV} on host-1." in warning
 
 
 @pytest.mark.parametrize(
@@ -72,13 +78,15 @@ def test_a_loopback_address_is_named(hosts: Hosts) -> None:
     mark_long([("localhost", "localhost"), (None, ranks_address(0))], keep=[(None, ranks_address(0))]),
 )
 def test_an_address_of_another_node_is_named(hosts: Hosts, first: str | None, second: str) -> None:
-    """The wrong agent answers: the save fails, and says that it is another one, who set the address, and what to do."""
+    """Another node's agent answers: the save fails. The error names that agent, the setting of the address, and the
+    correction.
+    """
     if first:
         hosts.cluster.nodes[0].environment[HOST_ENV] = first
     hosts.cluster.nodes[1].environment[HOST_ENV] = second
     attempt = hosts.cluster.attempt([SAVE], nodes=[0, 1], grace_s=30.0)
-    for said in attempt.failures:
-        assert "An agent of another node than " in said
-        assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in said
-        assert f"set {HOST_ENV} on the node to the one under which others reach it" in said
-        assert ("each host reaches itself" in said) == (second == "localhost")
+    for failure in attempt.failures:
+        assert "An agent of another node than " in failure
+        assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in failure
+        assert f"set {HOST_ENV} on the node to the one under which others reach it" in failure
+        assert ("each host reaches itself" in failure) == (second == "localhost")

@@ -1,12 +1,16 @@
-"""RankState over real ranks: each gets its own back, also on a blank node; other worlds meet the stated rule."""
+"""RankState on real ranks: each rank restores its own state, also on a blank node. Other world sizes are refused."""
 
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 from tests.steps import rank_state
 
 
-def test_each_rank_gets_its_own_back_and_another_world_the_rule(cluster_of: ClusterOf) -> None:
-    """Draws and batches go on as they would have, after a node is lost; four ranks' state is refused by two, and by six."""
+def test_rank_state_returns_to_its_rank_and_other_world_sizes_are_refused(cluster_of: ClusterOf) -> None:
+    """After a node loss, random draws and batches continue as they would have without it.
+
+    Two and six ranks refuse the state of four. With `on_other_world="keep"` rank 0 warns and every state stays as it
+    is.
+    """
     cluster = cluster_of(2)
     saved = cluster.run(call(rank_state.save_own, batches=3), nodes=[0, 1], ranks=2)
     assert len({str(value) for value in saved}) == 4
@@ -18,5 +22,5 @@ def test_each_rank_gets_its_own_back_and_another_world_the_rule(cluster_of: Clus
         others = cluster.launch([refused, keeps], nodes=[0, 1], ranks=ranks)
         assert others.of(refused).agreed() == {"saved": [4], "now": 2 * ranks, "x": [1.0] * 4}
         first, *silent = others.warnings_of(keeps)
-        assert any("stay as they are" in told for told in first)
+        assert any("stay as they are" in text for text in first)
         assert silent == [[]] * (2 * ranks - 1)

@@ -1,4 +1,4 @@
-"""What is told of saves and loads of several ranks: to the user's functions on every rank, and to the log of rank 0."""
+"""Reports of saves and loads on several ranks: callbacks run on every rank, and rank 0 logs one line each."""
 
 from replicated_ckpt.dcp.save.save_report import PHASES
 from tests.harness.cluster import call
@@ -9,22 +9,22 @@ from tests.steps import reports as reports_steps
 SHARD_BYTES = 8 << 18
 
 
-def test_every_rank_is_told_after_the_commit_and_rank_0_of_all(cluster_of: ClusterOf) -> None:
-    """One call each on every rank, none for a save that fails, and one line each in the log of rank 0."""
+def test_each_rank_gets_its_report_after_the_commit_and_rank_0_gets_all(cluster_of: ClusterOf) -> None:
+    """Every rank's callback runs once per save and load, and not for a failed save. Rank 0 logs one line for each."""
     results = cluster_of(2).run(call(reports_steps.save_and_load_telling, checkpoint_id="step-1"), nodes=[0, 1])
     first, second = results
-    for rank, told in enumerate((first, second)):
-        assert told["same"]
-        assert told["is_refused"]
-        (saved,), (loaded,) = told["saved"], told["loaded"]
-        assert saved["there"], "committed on this rank's node by the time that it is told"
+    for rank, found in enumerate((first, second)):
+        assert found["same"]
+        assert found["is_refused"]
+        (saved,), (loaded,) = found["saved"], found["loaded"]
+        assert saved["there"], "this rank's node has the committed checkpoint when its callback runs"
         assert saved["rank"] == loaded["rank"] == rank
         assert set(saved["phases"]) == set(PHASES)
         assert saved["phases"]["send"] > 0
         assert loaded["bytes_local"] + loaded["bytes_peer"] >= SHARD_BYTES
-        assert told["failures"] == {"1": "RankFailed"}, "of a planner on rank 1, with an error that cannot be sent"
+        assert found["failures"] == {"1": "RankFailed"}, "the planner of rank 1 raised an error that cannot be pickled"
     (read_by_both,), (read_by_second,) = first["loaded"], second["loaded"]
-    assert [one["rank"] for one in read_by_both["ranks"]] == [0, 1], "rank 0 knows what all have read"
+    assert [one["rank"] for one in read_by_both["ranks"]] == [0, 1], "rank 0 has what every rank read"
     assert sum(one["bytes_local"] + one["bytes_peer"] for one in read_by_both["ranks"]) >= 2 * SHARD_BYTES
     assert read_by_second["ranks"] == []
     (of_both,) = first["saved"]
@@ -41,12 +41,12 @@ def test_every_rank_is_told_after_the_commit_and_rank_0_of_all(cluster_of: Clust
     assert "on 2 ranks: 4.2 MB" in loaded_line
 
 
-def test_rank_0_counts_the_copies_of_an_asynchronous_save_that_are_made(cluster_of: ClusterOf) -> None:
-    """Not those that are to be made: with "local" each shard has one then, on every rank's report and in the log."""
+def test_reports_of_an_asynchronous_save_count_the_copies_made_so_far(cluster_of: ClusterOf) -> None:
+    """The report and the log count the copies that exist: with ack="local" each shard has one at that time."""
     names = ["__0_0.distcp", "__1_0.distcp"]
     made = call(peers.copies_made, checkpoint_id="step-1", names=names, copies=2, within_s=20.0)
     results = cluster_of(2).launch([call(reports_steps.save_async_telling, ack="local"), made], nodes=[0, 1])
-    reports = [told["report"] for told in results.of(reports_steps.save_async_telling)]
+    reports = [found["report"] for found in results.of(reports_steps.save_async_telling)]
     assert [report["copies_made"] for report in reports] == [1, 1]
     assert [(one["copies_made"], one["bytes_replicated"]) for one in reports[0]["ranks"]] == [(1, 0)] * 2
     (line,) = results.of(reports_steps.save_async_telling)[0]["lines"]

@@ -1,4 +1,4 @@
-"""A rank or a node that is slowed is named by `replicated-ckpt report`, from what ranks keep of real saves and loads."""
+"""`replicated-ckpt report` names a slow rank or node, from the reports that ranks keep of real saves and loads."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def find(stores: Sequence[LocalStore], checkpoint_id: str, how: str) -> Slowest 
 
 
 def is_named(found: Slowest | None, how: str, slow: int, node: str) -> bool:
-    """The node, if its agent is slow; else the rank in the phase that is slow."""
+    """Whether the report names the node, if its agent is slow, or else the rank with its slow phase."""
     if how == "agent" or found is None:
         return found is not None and found.node_id == node
     return (found.rank, found.phase) == (slow, how)
@@ -40,7 +40,10 @@ def launch(cluster: Cluster, slow: int, hows: Sequence[str]) -> list[LocalStore]
 
 
 def test_a_slowed_rank_or_agent_is_named_and_drawn(cluster_of: ClusterOf, tmp_path: Path) -> None:
-    """Its disk, or its agent, in a save, from any node; and by rank 0's file alone, where all other nodes are gone."""
+    """`report` names a slow agent or disk of a save from any node, and draws the trace of all ranks.
+
+    After the loss of the other nodes, rank 0's file is enough.
+    """
     cluster = cluster_of(3)
     stores = launch(cluster, 1, ["agent", "fsync"])
     node = stores[1].read_node_id()
@@ -57,14 +60,14 @@ def test_a_slowed_rank_or_agent_is_named_and_drawn(cluster_of: ClusterOf, tmp_pa
     assert threads_in(trace) == {(f"rank {rank}", name) for rank in range(3) for name in ("save", "load")}
     for lost in cluster.nodes[1:]:
         lost.lose()
-    code, told = as_json("report", "step-1", "--root", stores[0].root)
+    code, document = as_json("report", "step-1", "--root", stores[0].root)
     assert code == ExitCode.OK
-    assert (told["save"]["slowest"]["rank"], told["save"]["slowest"]["phase"]) == (1, "fsync")
-    assert [one["rank"] for one in told["save"]["ranks"]] == [0, 1, 2]
+    assert (document["save"]["slowest"]["rank"], document["save"]["slowest"]["phase"]) == (1, "fsync")
+    assert [one["rank"] for one in document["save"]["ranks"]] == [0, 1, 2]
 
 
 def threads_in(trace: Path) -> set[tuple[str, str]]:
-    """By the main thread of each rank, the operations that are drawn there."""
+    """The operations that the trace draws on each rank's main thread."""
     events: list[dict[str, Any]] = json.loads(trace.read_bytes())["traceEvents"]
     threads = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
     assert {one["name"] for one in events if one["ph"] == "X"} >= {"plan", "write", "fsync", "send", "commit", "read"}
@@ -73,8 +76,8 @@ def threads_in(trace: Path) -> set[tuple[str, str]]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("runs", [long(100)])
-def test_in_100_runs_it_is_named_100_times(cluster_of: ClusterOf, runs: int) -> None:
-    """On each rank in turn: slow in serialising, on its disk, or in reading; or late; or its agent is stopped."""
+def test_the_slow_rank_is_named_in_each_of_100_runs(cluster_of: ClusterOf, runs: int) -> None:
+    """Each rank in turn is late, or slow to serialise, fsync or read, or its agent is stopped for a moment."""
     cluster = cluster_of(3)
     named = 0
     for first in range(0, runs, KEPT - 1):

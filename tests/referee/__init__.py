@@ -1,1 +1,1 @@
-"""The referee: torch's own tests of its checkpoint package, unmodified, with our writer and reader in stock's place."""
+"""The referee runs torch's own tests of its checkpoint package, unmodified, with our writer and reader."""

@@ -37,7 +37,7 @@ def environment(mode: str, folder: Path) -> dict[str, str]:
 
 
 def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float, test_s: float) -> dict[str, str]:
-    """One run of torch's tests; returns how each ended. Nothing runs on afterwards."""
+    """Runs torch's tests once. Returns the outcome of each test. No process is left."""
     for name in ("tmp", "roots"):
         (folder / name).mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.referee.record"]

@@ -1,4 +1,6 @@
-"""Changes modules of torch as they are imported: the storage classes, and what asks for GPUs. Imports no torch itself."""
+"""Patches modules of torch when they are imported: the storage classes, and code that needs GPUs. Does not import
+torch.
+"""
 
 import importlib.util
 import os
@@ -15,7 +17,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _Patched(Loader):
-    """Executes a module as its own loader does, then acts on it."""
+    """Executes a module with its own loader, then calls an action with it."""
 
     def __init__(self, loader: Loader, action: Action) -> None:
         self._loader = loader

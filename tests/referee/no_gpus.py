@@ -1,6 +1,7 @@
-"""Lets tests run on the CPU that torch marks as wanting GPUs: those that pass there with stock storage count.
+"""Runs tests that torch marks as needing GPUs on the CPU. Those that pass there with stock storage count.
 
-What names a GPU means the CPU, nccl means gloo. Ranks are forked, not spawned, which saves the import of torch in each.
+GPU devices become the CPU, and nccl becomes gloo. Ranks are forked instead of spawned, so that none imports torch
+again.
 """
 
 import multiprocessing
@@ -20,7 +21,7 @@ RANKS = 4
 
 
 class CpuMode(TorchFunctionMode):
-    """Turns devices that are GPUs, in the arguments of torch's functions, into the CPU."""
+    """Replaces GPU devices in the arguments of torch's functions by the CPU."""
 
     def __torch_function__(
         self, func: Test, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,12 +41,12 @@ def on_cpu(value: Any) -> Any:
 
 
 def _unconditional(*_: object, **__: object) -> Callable[[Test], Test]:
-    """Stands where a decorator that skips is made."""
+    """Replaces a function that makes a skipping decorator."""
     return lambda test: test
 
 
 def install(module: ModuleType) -> None:
-    """`module` is that of torch's multi-process test cases."""
+    """`module` has torch's multi-process test cases."""
     for name in SKIPPING:
         if hasattr(module, name):
             setattr(module, name, _unconditional)
@@ -72,7 +73,7 @@ def _fork_processes(case: Any) -> None:
 
 
 def run_on_cpu(module: ModuleType) -> None:
-    """`module` is that of DTensor's test cases: the device is the CPU, the backend gloo, in every test."""
+    """`module` has DTensor's test cases. They use the CPU and gloo in every test."""
     case: Any = getattr(module, "DTensorTestBase")  # noqa: B009
     init_pg = case.init_pg
 
@@ -86,7 +87,7 @@ def run_on_cpu(module: ModuleType) -> None:
 
 
 def use_gloo(module: ModuleType) -> None:
-    """`module` is that of ShardedTensor's test cases, which name nccl by default."""
+    """`module` has ShardedTensor's test cases, which use nccl by default."""
     with_comms: Any = getattr(module, "with_comms")  # noqa: B009
 
     @wraps(with_comms)
@@ -97,7 +98,7 @@ def use_gloo(module: ModuleType) -> None:
 
 
 def wrap_on_cpu(module: ModuleType) -> None:
-    """`module` is that of FSDP1, which looks for a GPU unless it is given a device."""
+    """`module` is that of FSDP1, which looks for a GPU unless it gets a device."""
     fsdp: Any = getattr(module, "FullyShardedDataParallel")  # noqa: B009
     init = fsdp.__init__
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down how each test ended, one JSON object per line."""
+"""A pytest plugin that writes the outcome of each test, one JSON object per line."""
 
 import json
 import os

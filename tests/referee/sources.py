@@ -1,6 +1,6 @@
-"""Where the tests of torch come from: a checkout that is given, or Debian's source package, of which only they are kept.
+"""The source of torch's tests: a given checkout, or Debian's source package, of which only the tests are kept.
 
-They are not in torch's wheels, and they are not copied into this repository.
+torch's wheels do not contain the tests, and this repository does not copy them.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ SHA256 = "099a9601bc40d67656e75735c44abedb0fbe92d08817852ab7472eebb7e6ddff"
 
 
 def tests_in(checkout: Path) -> Path:
-    """The folder of tests in a checkout of PyTorch; it may be that folder itself."""
+    """The folder of tests in a checkout of PyTorch. `checkout` may also be that folder itself."""
     for folder in (checkout / FOLDER, checkout):
         if (folder / "test_file_system_checkpoint_cpu.py").is_file():
             return folder.absolute()
@@ -23,7 +23,7 @@ def tests_in(checkout: Path) -> Path:
 
 
 def downloaded(cache: Path) -> Path:
-    """The tests of torch `VERSION`, from the cache if they are there."""
+    """The tests of torch `VERSION`. They are downloaded unless the cache has them."""
     checkout = cache / f"pytorch-{VERSION}"
     if not checkout.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def downloaded(cache: Path) -> Path:
 
 
 def extract(archive: Path, checkout: Path) -> None:
-    """Unpacks the folder of tests, and nothing else."""
+    """Unpacks only the folder of tests."""
     partial = checkout.with_suffix(".part")
     with tarfile.open(archive) as tar:
         for member in tar:

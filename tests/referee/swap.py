@@ -1,4 +1,4 @@
-"""Our writer and reader under the names and with the arguments of stock torch's."""
+"""Our writer and reader under the names and with the arguments of stock torch's classes."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ TUNING = {"single_file_per_rank", "sync_files", "thread_count", "per_thread_copy
 
 
 def own_root() -> Path:
-    """One store for all ranks, or one for each pair of them: nodes with disks of their own.
+    """One store for all ranks or, in scattered mode, one for each pair of ranks, like nodes with their own disks.
 
     The first node's root is the folder of temporary directories, so that a test finds the checkpoint at its own path.
     """
@@ -37,20 +37,20 @@ def own_root() -> Path:
 
 
 def name_of(path: PathLike) -> str:
-    """The checkpoint id that stands for a path of a test, alike on all ranks."""
+    """The checkpoint id for a test's path, the same on all ranks."""
     absolute, temporary = Path(path).absolute(), Path(tempfile.gettempdir())
     return str(absolute.relative_to(temporary) if absolute.is_relative_to(temporary) else absolute).strip("/")
 
 
 def note_use(storage: str = OURS) -> None:
-    """Writes down which test came to which storage."""
+    """Records that the current test used `storage`."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     with Path(os.environ[USED_ENV]).open("a") as file:
         file.write(f"{storage} {test}\n")
 
 
 def note_stock(owner: Any, name: str) -> None:
-    """Stock's own method says that it was called: a test that passes by it says nothing of ours."""
+    """Makes stock's method record each call: a test that uses it shows nothing about our storage."""
     method: Callable[..., Any] = getattr(owner, name)
 
     @wraps(method)
@@ -62,7 +62,9 @@ def note_stock(owner: Any, name: str) -> None:
 
 
 class SwappedWriter(ReplicatedWriter):
-    """`path` is the checkpoint's name, an existing one is replaced unless told otherwise; what only tunes is ignored."""
+    """`path` is the checkpoint's name. Replaces an existing checkpoint by default. Ignores options that only tune
+    stock's writer.
+    """
 
     def __init__(self, path: PathLike, *args: Any, overwrite: bool = True, **options: Any) -> None:
         unknown = set(options) - TUNING
@@ -123,7 +125,7 @@ class SwappedReader(ReplicatedReader):
 
 
 class SwappedFsspecWriter(SwappedWriter):
-    """Has the question about ids for itself: a test changes the other class's answer."""
+    """Overrides `validate_checkpoint_id`, because a test patches that of the base class."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
@@ -131,7 +133,7 @@ class SwappedFsspecWriter(SwappedWriter):
 
 
 class SwappedFsspecReader(SwappedReader):
-    """As the writer."""
+    """As `SwappedFsspecWriter`."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
@@ -139,7 +141,7 @@ class SwappedFsspecReader(SwappedReader):
 
 
 def install() -> None:
-    """In every module that has a name for one of the classes by now; stock's own subclasses keep their base."""
+    """Replaces the classes in every module that has imported one by now. Stock's own subclasses keep their base."""
     private = "torch.distributed.checkpoint."
     fsspec = importlib.import_module(f"{private}_fsspec_filesystem")
     base_of_writers = filesystem.FileSystemWriter.__mro__[1]  # of the one for fsspec, too

@@ -11,14 +11,16 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.long, pyt
 
 @pytest.mark.parametrize("way", ["manager", "manager-async"])
 def test_every_resume_after_a_kill_passes(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 or rank 1 of two is killed at a file event: the resume takes the newest checkpoint, with the same result."""
+    """One of two ranks is killed at a file event. The resumed run loads the newest checkpoint and ends with the same
+    result.
+    """
     assert main(["--ways", way]) == 0
     assert capsys.readouterr().out.count(f"| {way} | rank ") == 2
 
 
 @pytest.mark.parametrize("target", bench.NEEDS)
 def test_every_resume_of_a_framework_passes(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As above, for a program of ckpt-chaos with our class in place of the framework's own."""
+    """The same for ckpt-chaos' own programs, with our class instead of the framework's."""
     require(bench.NEEDS[target])
     assert bench.main(["--targets", target, "--ranks", "2"]) == 0
     assert f"| {target} | " in capsys.readouterr().out

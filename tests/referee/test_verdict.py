@@ -1,4 +1,4 @@
-"""The referee judges rightly; the run itself is `make referee`."""
+"""The rules of the referee's verdict. `make referee` runs the referee itself."""
 
 import json
 import os
@@ -29,7 +29,10 @@ STOCK = {"t::passes": "passed", "t::fails": "failed", "t::skipped": "skipped"}
 def test_what_stock_passes_must_pass_or_be_expected_not_to(
     ours: str, expected: bool, defects: tuple[str, ...], stale: tuple[str, ...], known: tuple[str, ...]
 ) -> None:
-    """A defect is what stock passes and ours does not, or did not run; an expectation that is not met is stale."""
+    """A test that passes with stock but not with ours, or did not run, is a defect.
+
+    An expected failure that passes is stale.
+    """
     reasons = {"t::fails": "stock fails it, so it says nothing", **({"t::passes": "a reason"} if expected else {})}
     outcomes = {"t::fails": "passed", "t::skipped": "failed", **({"t::passes": ours} if ours else {})}
     found = verdict.judged({"stock": STOCK, "ours": outcomes}, reasons)
@@ -38,12 +41,12 @@ def test_what_stock_passes_must_pass_or_be_expected_not_to(
 
 
 def test_a_run_of_nothing_is_not_good() -> None:
-    """Where stock passes no test, nothing was judged."""
+    """No test passes with stock, so nothing was judged."""
     assert not verdict.judged({"stock": {}, "ours": {}}, {}).is_good
 
 
 def test_a_run_of_few_tests_is_not_good() -> None:
-    """Where most of torch's tests, or of those that use the storage, do not run any more, the run of all says so."""
+    """A full run fails if too few of torch's tests run, or too few of them use the storage."""
     enough = verdict.JUDGED_MIN, verdict.USING_MIN
     assert verdict.describe_shortage(*enough) is None
     for judged, using in ((enough[0] - 1, enough[1]), (enough[0], enough[1] - 1)):
@@ -53,7 +56,7 @@ def test_a_run_of_few_tests_is_not_good() -> None:
 
 
 def test_a_test_fails_if_any_part_of_it_does(tmp_path: Path) -> None:
-    """A teardown that fails after the call has passed, or before, makes it a failure."""
+    """A test whose setup or teardown fails counts as failed, whatever the order of the lines."""
     lines = [("one", "passed"), ("two", "failed"), ("two", "passed"), ("three", "passed"), ("three", "failed")]
     path = tmp_path / "outcomes"
     path.write_text("\n".join(json.dumps({"test": test, "outcome": outcome}) for test, outcome in lines))
@@ -61,7 +64,7 @@ def test_a_test_fails_if_any_part_of_it_does(tmp_path: Path) -> None:
 
 
 def test_every_test_of_a_run_is_written_down(tmp_path: Path) -> None:
-    """The plugin says of each how it ended; without a line a test would count as not run."""
+    """The plugin writes each test's outcome. A test without a line would count as not run."""
     (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
     )
@@ -80,7 +83,7 @@ def test_every_test_of_a_run_is_written_down(tmp_path: Path) -> None:
 
 
 def test_what_came_to_stocks_storage_is_not_counted_as_ours(tmp_path: Path) -> None:
-    """A test that used stock's storage, alone or besides ours, shows nothing of ours by passing."""
+    """A test that used stock's storage, alone or besides ours, does not count for ours."""
     (tmp_path / "one").write_text("ours t::a\nours t::b\nours t::b\n")
     (tmp_path / "two").write_text("stock t::b\nstock t::c\n")
     use = verdict.use_in([tmp_path / "one", tmp_path / "two", tmp_path / "none"])
@@ -90,7 +93,7 @@ def test_what_came_to_stocks_storage_is_not_counted_as_ours(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_stocks_own_storage_says_that_it_was_called(tmp_path: Path) -> None:
-    """Where a run has ours in stock's place, a save through a class of stock that a test kept is written down."""
+    """With our classes installed, a save through a stock class that a test kept is recorded as use of stock."""
     program = (
         "from torch.distributed.checkpoint import filesystem\n"
         "import torch.distributed.checkpoint as dcp, torch\n"
@@ -114,7 +117,7 @@ def test_stocks_own_storage_says_that_it_was_called(tmp_path: Path) -> None:
 
 
 def test_each_expectation_has_a_reason() -> None:
-    """And is said once."""
+    """No test is listed twice."""
     reason_by_test = verdict.expectations()
     text = (Path(verdict.__file__).parent / "expected.toml").read_text()
     assert all(len(reason) > 20 for reason in reason_by_test.values())
@@ -122,7 +125,7 @@ def test_each_expectation_has_a_reason() -> None:
 
 
 def test_only_torchs_checkpoint_tests_are_unpacked(tmp_path: Path) -> None:
-    """Of the archive of the sources nothing else is kept."""
+    """No other file of the source archive is unpacked."""
     source = tmp_path / "source"
     wanted = "test/distributed/checkpoint/test_file_system_checkpoint_cpu.py"
     for name in (wanted, "test/test_torch.py", "setup.py"):
@@ -139,7 +142,7 @@ def test_only_torchs_checkpoint_tests_are_unpacked(tmp_path: Path) -> None:
 
 
 def test_the_table_counts_what_uses_the_storage() -> None:
-    """Per file and in all: passes with stock, those of them that came to the storage, passes with ours."""
+    """Per file and in total: passes with stock, how many of them use the storage, and passes with ours."""
     outcomes = {"stock": STOCK, "ours": {"t::passes": "passed", "t::fails": "passed"}}
     assert verdict.table(outcomes, {"t::passes", "t::fails"}).splitlines()[2:] == [
         "| `t` | 1 | 1 | 1 |",

@@ -1,4 +1,6 @@
-"""The referee's verdict: what passes with stock storage must pass with ours, or be expected not to, for a reason."""
+"""The referee's verdict: a test that passes with stock storage must pass with ours, or be an expected failure with a
+reason.
+"""
 
 import json
 import tomllib
@@ -15,7 +17,7 @@ Outcomes = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """`outcomes_by_mode` as found; each list names tests as "mode: test"."""
+    """The lists name tests as "mode: test". `judged` counts the tests that pass with stock."""
 
     defects: tuple[str, ...]
     known: tuple[str, ...]
@@ -28,7 +30,9 @@ class Verdict:
 
 
 def judged(outcomes_by_mode: Mapping[str, Outcomes], reason_by_test: Mapping[str, str]) -> Verdict:
-    """Compares each mode with stock. A test that stock does not pass says nothing, whatever is expected of it."""
+    """Compares each mode with stock. A test that does not pass with stock is ignored, also if it is an expected
+    failure.
+    """
     stock = {test for test, outcome in outcomes_by_mode[STOCK].items() if outcome == PASSED}
     defects: list[str] = []
     known: list[str] = []
@@ -46,7 +50,7 @@ def judged(outcomes_by_mode: Mapping[str, Outcomes], reason_by_test: Mapping[str
 
 
 def describe_shortage(judged: int, using: int) -> str | None:
-    """Why a run of all tests says too little: `judged` pass with stock, `using` of them use our storage."""
+    """Why a full run covers too little, or None: `judged` tests pass with stock, and `using` of them use our storage."""
     if judged >= JUDGED_MIN and using >= USING_MIN:
         return None
     return f"{judged} tests pass with stock ({JUDGED_MIN} at least), {using} of them use the storage ({USING_MIN} at least)"
@@ -54,19 +58,19 @@ def describe_shortage(judged: int, using: int) -> str | None:
 
 @dataclass(frozen=True)
 class Use:
-    """The tests that came to our storage, and those that came to stock's although ours stands in its place."""
+    """The tests that used our storage, and those that used stock's although ours is installed."""
 
     ours: frozenset[str]
     stock: frozenset[str]
 
     @property
     def alone(self) -> frozenset[str]:
-        """Those whose passing is ours alone."""
+        """The tests that used our storage only."""
         return self.ours - self.stock
 
 
 def use_in(paths: Iterable[Path]) -> Use:
-    """By what the runs wrote: a line for each use, the storage and the test."""
+    """Reads the files of the runs: one line per use, with the storage and the test."""
     lines = {line for path in paths if path.exists() for line in path.read_text().splitlines()}
     tests_by_storage = {
         storage: frozenset(line.partition(" ")[2] for line in lines if line.partition(" ")[0] == storage)
@@ -76,7 +80,7 @@ def use_in(paths: Iterable[Path]) -> Use:
 
 
 def outcomes_in(path: Path) -> dict[str, str]:
-    """How each test ended, by what the plugin wrote: failed if any part of it failed."""
+    """The outcome of each test, as the plugin wrote it: failed if any part of the test failed."""
     found: dict[str, str] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
@@ -86,13 +90,13 @@ def outcomes_in(path: Path) -> dict[str, str]:
 
 
 def expectations() -> dict[str, str]:
-    """Reason by test, of those that are expected to fail with our storage."""
+    """The reason of each test that is expected to fail with our storage."""
     document = tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
     return {test: group["reason"] for group in document["expected"] for test in group["tests"]}
 
 
 def table(outcomes_by_mode: Mapping[str, Outcomes], used: Iterable[str]) -> str:
-    """Rows by file: tests that pass with stock, those of them that use the storage, and passes in each mode."""
+    """Rows by file: tests that pass with stock, how many of them use the storage, and passes in each mode."""
     stock = [test for test, outcome in outcomes_by_mode[STOCK].items() if outcome == PASSED]
     modes, touching = list(outcomes_by_mode), set(used)
     lines = [

@@ -43,7 +43,7 @@ install_packages() {
   "$python" -m pip install --quiet --no-compile --no-deps --require-hashes --target "$site" "${target[@]}" \
     -r "$here/requirements.txt"
   "$python" -m pip install --quiet --no-compile --no-deps --target "$site" "$2"
-  rm -r "$site/bin"  # their first line names the Python that ran pip
+  rm -r "$site/bin"  # the first lines of these scripts name the Python that ran pip
   install -d "$1/usr/local/bin"
   cat >"$1/usr/local/bin/replicated-ckpt" <<'END'
 #!/usr/bin/python3
@@ -66,19 +66,19 @@ prune() {
     "$1"/etc/{alternatives,apt,cron.daily,dpkg,fstab,gss,hostname,logrotate.d,netconfig,resolv.conf,rmt} \
     "$lib"/{distutils,ensurepip,idlelib,lib2to3,pydoc_data,test,tkinter,turtledemo,unittest} "$site"/fsspec/tests
   find "$1/usr/bin" -not -name 'python3*' -not -type d -delete
-  # Of modules that nothing here imports. They alone need some of the libraries.
+  # Modules that nothing here imports. Only they need some of the libraries.
   rm -f "$lib"/lib-dynload/{_sqlite3,_dbm,nis,_curses,_curses_panel,readline}.*.so
   prune_libraries "$1"
   # botocore describes every service of AWS; S3 needs its own, and those that give credentials.
   for kept in "$site"/botocore/data/*/; do
     case $(basename "$kept") in s3 | sso | sso-oidc | sts) ;; *) rm -r "$kept" ;; esac
   done
-  # By content: the files' times in a layer are not those of this machine.
+  # Not validated by time, because files in a layer have other times than on this machine.
   chroot "$1" /usr/bin/python3 -m compileall -q --invalidation-mode unchecked-hash /usr/lib/python3.11 \
     /usr/local/lib/python3.11/dist-packages
 }
 
-# Removes the shared libraries that neither Python nor a module of it is linked to. glibc loads libnss and libgcc_s itself.
+# Removes shared libraries that neither Python nor its modules link to. glibc loads libnss and libgcc_s by itself.
 prune_libraries() {
   local needed=" " file
   while read -r file; do

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks import planning_world as synthetic
-from benchmarks.planning_world import WillingNodes, World
+from benchmarks.planning_world import FakeNodes, World
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.upkeep.upload_plan import UploadPlan
@@ -91,7 +91,7 @@ def test_nodes_reuse_the_metadata_of_a_cached_layout(tmp_path: Path, own_prefix:
         plans, metadata = planner.create_global_plan([pickle.loads(pickle.dumps(p)) for p in synthetic.plans(world)])
         results = [CachedLayouts().refer(own, save_id, "") for own in synthetic.results(plans)]
         receipts = synthetic.receipts(world, decision)
-        nodes, store = WillingNodes(synthetic.held_by_node(receipts)), LocalStore(tmp_path)
+        nodes, store = FakeNodes(synthetic.held_by_node(receipts)), LocalStore(tmp_path)
         store.node_id()
         store.begin(decision.intent)
         config = ReplicatedWriter(tmp_path, copies=1).config

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from benchmarks import planning_world as synthetic
-from benchmarks.planning_world import WillingNodes, World
+from benchmarks.planning_world import FakeNodes, World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide, list_weaknesses
@@ -76,7 +76,7 @@ def finishing(ranks: int, tmp_path: Path) -> Callable[[], object]:
     store.node_id()
     store.begin(decision.intent)
     receipts = synthetic.receipts(world, decision)
-    nodes = WillingNodes(synthetic.held_by_node(receipts))
+    nodes = FakeNodes(synthetic.held_by_node(receipts))
     results = synthetic.results(synthetic.plans(world))
     raw = [receipt.to_json() for receipt in receipts]
 
@@ -103,13 +103,13 @@ def surveying(ranks: int, tmp_path: Path) -> Callable[[], object]:
     return step
 
 
-def finished(world: World, decision: SaveDecision, tmp_path: Path) -> WillingNodes:
+def finished(world: World, decision: SaveDecision, tmp_path: Path) -> FakeNodes:
     store = LocalStore(tmp_path / f"finished {world.ranks}")
     store.root.mkdir()
     store.node_id()
     store.begin(decision.intent)
     receipts = synthetic.receipts(world, decision)
-    nodes = WillingNodes(synthetic.held_by_node(receipts))
+    nodes = FakeNodes(synthetic.held_by_node(receipts))
     results = synthetic.results(synthetic.plans(world))
     commit_save(store, nodes, decision, ReplicatedWriter(store.root).config, receipts, Metadata({}), results)
     return nodes

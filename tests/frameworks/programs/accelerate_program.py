@@ -1,4 +1,6 @@
-"""An Accelerate user's program: schedule, accumulation, dropout, shuffled data, a registered object. One line is ours."""
+"""A user's Accelerate program: schedule, accumulation, dropout, shuffled data, a registered object. Only the
+Accelerator is ours.
+"""
 
 import argparse
 import json
@@ -17,7 +19,7 @@ from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
 
 class Progress:
-    """Where the loop stands."""
+    """The position of the training loop."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = self.step = 0
@@ -30,7 +32,7 @@ class Progress:
 
 
 def train(arguments: argparse.Namespace, accelerator: ReplicatedAccelerator, out: Path) -> None:
-    """From wherever we are to the third epoch's end."""
+    """Trains from the loaded position to the end of the third epoch."""
     set_seed(1)
     model: Any = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 1))
     if arguments.lora:
@@ -40,7 +42,7 @@ def train(arguments: argparse.Namespace, accelerator: ReplicatedAccelerator, out
     inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
     data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
     loader: Any = DataLoader(data, batch_size=4, shuffle=True)
-    if arguments.sharded:  # accelerate shards on accelerators only; on CPUs it would take DDP, without a word
+    if arguments.sharded:  # accelerate shards only on accelerators; on CPUs it silently uses DDP
         model = accelerator.prepare_model(fully_shard(model), evaluation_mode=True)
     else:
         model = accelerator.prepare(model)
@@ -90,7 +92,9 @@ def main() -> None:
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--lora", action="store_true")
     arguments = parser.parse_args()
-    one_order = DistributedDataParallelKwargs(find_unused_parameters=True)  # else DDP rebuilds buckets, and sums anew
+    one_order = DistributedDataParallelKwargs(
+        find_unused_parameters=True
+    )  # else DDP rebuilds its buckets and sums in another order
     accelerator = ReplicatedAccelerator(
         cpu=True,
         kwargs_handlers=[one_order],
@@ -98,7 +102,7 @@ def main() -> None:
         project_config=ProjectConfiguration(total_limit=2),
         replicated_root=arguments.root,
     )
-    if arguments.scaled:  # accelerate makes one with fp16 only, and that on accelerators only
+    if arguments.scaled:  # accelerate creates a scaler only for fp16 on accelerators
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     train(arguments, accelerator, arguments.out / f"rank-{os.environ['RANK']}.jsonl")
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""A Fabric user's loop: schedule, dropout, shuffled data over epochs. A CheckpointManager saves it, as the page has it."""
+"""A user's Fabric loop over epochs, saved by a CheckpointManager as on the documentation page."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from replicated_ckpt import CheckpointManager, RankState, ReplayedLoader
 
 
 class Training(Stateful):
-    """Model and optimizer: what Fabric has wrapped, under the model's own names."""
+    """The model and optimizer that Fabric has wrapped, under the model's own names."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer = model.module, optimizer.optimizer

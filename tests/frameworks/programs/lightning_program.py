@@ -1,4 +1,6 @@
-"""A Lightning user's program: schedule, accumulation, dropout, shuffled data, validation, callbacks. One line is ours."""
+"""A user's Lightning program: schedule, accumulation, dropout, shuffling, validation, callbacks. Only the strategy is
+ours.
+"""
 
 import argparse
 import json
@@ -52,8 +54,8 @@ class Regression(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Told(lightning.Callback):
-    """Writes what each step was, on each rank, and where to stand still."""
+class Recorder(lightning.Callback):
+    """Writes a line for each step of this rank. Stops the process or raises at the requested step."""
 
     def __init__(self, out: Path, hold_at: int, raise_at: int) -> None:
         self.out, self.hold_at, self.raise_at = out, hold_at, raise_at
@@ -97,12 +99,12 @@ def main() -> None:
     inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
     data = TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
     if arguments.strategy == "ddp":
-        strategy: Any = ReplicatedDDPStrategy(root=arguments.root, find_unused_parameters=True)  # see docs
+        strategy: Any = ReplicatedDDPStrategy(root=arguments.root, find_unused_parameters=True)  # docs/frameworks.md
     else:
         strategy = ReplicatedModelParallelStrategy(
             root=arguments.root, data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
         )
-    told, plugins = Told(out, arguments.hold_at, arguments.raise_at), []
+    recorder, plugins = Recorder(out, arguments.hold_at, arguments.raise_at), []
     if arguments.strategy == "ddp":
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))]
     checkpoints = ModelCheckpoint(
@@ -121,7 +123,7 @@ def main() -> None:
         strategy=strategy,
         plugins=plugins,
         accumulate_grad_batches=2,
-        callbacks=[checkpoints, EarlyStopping("val_loss", patience=5), told],
+        callbacks=[checkpoints, EarlyStopping("val_loss", patience=5), recorder],
         logger=False,
         log_every_n_steps=1,
         enable_progress_bar=False,

@@ -1,4 +1,6 @@
-"""What Megatron-Bridge's setup and training loop do around a checkpoint manager, on CPUs, where they do not start."""
+"""The calls that Megatron-Bridge's setup and training loop make on a checkpoint manager, on CPUs, where these do not
+run.
+"""
 
 import argparse
 import json
@@ -41,7 +43,7 @@ MANAGER = f"{replicated_ckpt.integrations.megatron_bridge.__name__}.ReplicatedCh
 
 
 class Model(MegatronModule):
-    """A model of Megatron's kind: FSDP2 in the place of Megatron-FSDP, which needs CUDA."""
+    """A Megatron module with FSDP2 instead of Megatron-FSDP, which needs CUDA."""
 
     def __init__(self) -> None:
         super().__init__(TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1))
@@ -53,7 +55,7 @@ class Model(MegatronModule):
 
 
 class Optimizer:
-    """As Megatron's: its sharded state holds DTensors under the parameters' names."""
+    """Like Megatron's optimizer: the sharded state has DTensors under the parameters' names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -67,7 +69,7 @@ class Optimizer:
 
 
 def configure(root: Path) -> ConfigContainer:
-    """A user's configuration. `custom_manager_class` is the line that changes."""
+    """A user's configuration. `custom_manager_class` is the only change."""
     checkpoint = CheckpointConfig(
         save=str(root),
         load=str(root),
@@ -89,7 +91,7 @@ def configure(root: Path) -> ConfigContainer:
 
 
 def train(arguments: argparse.Namespace, out: Path) -> None:
-    """To step 12; saves are every second step."""
+    """Trains to step 12 and saves every second step."""
     state = GlobalState()
     cfg = state.cfg = configure(arguments.root)
     manager = bridge.create_checkpoint_manager(cfg.checkpoint)
@@ -127,7 +129,7 @@ def train(arguments: argparse.Namespace, out: Path) -> None:
 
 
 def write(out: Path, line: dict[str, Any]) -> None:
-    """One line of what this rank has to say."""
+    """Appends one line to this rank's file."""
     with out.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

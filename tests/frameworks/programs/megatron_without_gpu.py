@@ -1,6 +1,6 @@
-"""Lets Megatron-Bridge be imported where there is no GPU: its models and data loaders need packages that want CUDA.
+"""Makes Megatron-Bridge importable without a GPU, although its models and data loaders need packages that need CUDA.
 
-Only what has nothing to do with checkpoints is empty: Transformer Engine, Energon, and CUDA's random generator.
+Only modules that checkpoints do not use are stubs: Transformer Engine, Energon and CUDA's random generator.
 """
 
 import importlib
@@ -20,7 +20,7 @@ EMPTY = ("transformer_engine", "megatron.energon")
 
 
 class _AnyName(type):
-    """A class that has whatever attribute is asked for: another one."""
+    """A class whose attributes are stub classes."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -50,7 +50,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def prepare() -> None:
-    """Before the first import of `megatron.bridge`. megatron-core is imported as it is: it does without those packages."""
+    """Call before the first import of `megatron.bridge`.
+
+    megatron-core is imported before the stubs are installed, because it works without those packages.
+    """
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]  # Python 3.11; Bridge wants 3.12
     core: Sequence[str] = ("utils", "parallel_state", "transformer", "models.gpt", "optimizer")

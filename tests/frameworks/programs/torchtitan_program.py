@@ -1,4 +1,4 @@
-"""What torchtitan's Trainer does around its checkpoint manager, on CPUs, where the Trainer itself does not start."""
+"""The calls that torchtitan's Trainer makes on its checkpoint manager, on CPUs, where the Trainer does not run."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from replicated_ckpt.integrations.torchtitan import ReplicatedCheckpointManager
 
 
 class Optimizers:
-    """As torchtitan's container: under the parameters' names."""
+    """Like torchtitan's container: the state is under the parameters' names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -31,7 +31,7 @@ class Optimizers:
 
 
 class Data:
-    """Batches of a data-parallel rank, by their number; its state is under the rank's own key, as torchtitan's is."""
+    """Numbered batches of a data-parallel rank. Its state is under the rank's key, as in torchtitan."""
 
     def __init__(self) -> None:
         self.key, self.at = f"dp_rank_{dist.get_rank()}", 0
@@ -49,7 +49,7 @@ class Data:
 
 
 class Trained:
-    """As torchtitan's Trainer: its own state is the step."""
+    """Like torchtitan's Trainer: its own state is the step."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -62,7 +62,7 @@ class Trained:
 
 
 def train(arguments: argparse.Namespace, out: Path) -> None:
-    """To step 12; saves are every second step."""
+    """Trains to step 12 and saves every second step."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 1))
     fully_shard(model)

@@ -1,4 +1,6 @@
-"""A Trainer user's program: schedule, accumulation, dropout, shuffled data, evaluation, callbacks. One line is ours."""
+"""A user's Trainer program: schedule, accumulation, dropout, shuffling, evaluation and callbacks. Only the Trainer is
+ours.
+"""
 
 import argparse
 import json
@@ -25,7 +27,7 @@ LENGTH = 16
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Made-up text that counts."""
+    """Made-up text: each sample counts upwards."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -38,8 +40,8 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Told(TrainerCallback):
-    """Writes what each step was and what was logged, on each rank, and where to stand still."""
+class Recorder(TrainerCallback):
+    """Writes a line for each step and each log of this rank. Stops the process or raises at the requested step."""
 
     def __init__(self, out: Path, hold_at: int, raise_at: int) -> None:
         self.out, self.hold_at, self.raise_at = out, hold_at, raise_at
@@ -62,8 +64,8 @@ class Told(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         timed = ("runtime", "per_second")
-        told = {name: value for name, value in logs.items() if not name.endswith(timed)}
-        self.write({"step": state.global_step, "index": 1 + ("eval_loss" in told), **told})
+        values = {name: value for name, value in logs.items() if not name.endswith(timed)}
+        self.write({"step": state.global_step, "index": 1 + ("eval_loss" in values), **values})
 
 
 def main() -> None:
@@ -78,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     set_seed(1)
     size = {"vocab_size": 100, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model: Any = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))  # with dropout, as it comes
+    model: Any = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))  # its default has dropout
     if arguments.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -95,7 +97,7 @@ def main() -> None:
         eval_steps=4,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
-        greater_is_better=True,  # the first one: retention has to keep it
+        greater_is_better=True,  # the first evaluation is best, so retention must keep the oldest checkpoint
         logging_steps=3,
         learning_rate=1e-2,
         warmup_steps=2,
@@ -105,21 +107,21 @@ def main() -> None:
         disable_tqdm=True,
         seed=1,
     )
-    told = Told(arguments.out / f"rank-{os.environ['RANK']}.jsonl", arguments.hold_at, arguments.raise_at)
+    recorder = Recorder(arguments.out / f"rank-{os.environ['RANK']}.jsonl", arguments.hold_at, arguments.raise_at)
     trainer = ReplicatedTrainer(
         model=model,
         args=settings,
         train_dataset=Tokens(96),
         eval_dataset=Tokens(16),
-        callbacks=[told, EarlyStoppingCallback(early_stopping_patience=9)],
+        callbacks=[recorder, EarlyStoppingCallback(early_stopping_patience=9)],
         replicated_root=arguments.root / "store",
     )
-    if arguments.scaled:  # accelerate makes one with fp16 only, and that on accelerators only
-        trainer.accelerator.scaler = told.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    if arguments.scaled:  # accelerate creates a scaler only for fp16 on accelerators
+        trainer.accelerator.scaler = recorder.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     trainer.train(resume_from_checkpoint=True)
     best = sum(weight.detach().double().sum().item() for weight in trainer.model.parameters())
-    told.write({"step": 14, "index": 3, "best": best, "of": trainer.state.best_global_step})
-    told.write({"step": 14, "index": 4, "history": len(trainer.state.log_history)})
+    recorder.write({"step": 14, "index": 3, "best": best, "of": trainer.state.best_global_step})
+    recorder.write({"step": 14, "index": 4, "history": len(trainer.state.log_history)})
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""One rank trains six steps in a framework: at once, and with a restart after three. Some heads have no gradient in each.
+"""One rank trains six steps with a framework, once without and once with a restart after three.
 
-A head is never used before step 4; one is used in steps 0 and 1, then frozen, and used again from step 4 on.
+One head is not used before step 4. Another is used in steps 0 and 1, then frozen, and used again from step 4 on.
 """
 
 import argparse
@@ -19,7 +19,7 @@ STEPS, SAVED = 6, 3
 
 
 class Heads(nn.Module):
-    """The heads, and the step that they are at."""
+    """Three heads, two of which are unused or frozen in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def accelerate(root: Path, begin: int, end: int) -> tuple[nn.Module, list[str]]:
     heads = Heads()
     heads.freeze(begin)
     _, optimizer = accelerator.prepare(heads, torch.optim.AdamW(heads.groups()))
-    accelerator.save_state("checkpoint-0")  # the optimizer has made no step, and must not make one
+    accelerator.save_state("checkpoint-0")  # before the optimizer's first step, which a save must not cause
     if begin:
         accelerator.load_state("checkpoint-3")
     found = names_with_state(heads, optimizer.optimizer)
@@ -84,7 +84,7 @@ def transformers(root: Path, begin: int, end: int) -> tuple[nn.Module, list[str]
 
     heads = Heads()
     options: dict[str, Any] = {"max_steps": end, "save_steps": SAVED, "report_to": [], "remove_unused_columns": False}
-    options["lr_scheduler_type"] = "constant"  # others depend on max_steps
+    options["lr_scheduler_type"] = "constant"  # other schedules depend on max_steps
     arguments = TrainingArguments(str(root.parent / "out"), use_cpu=True, disable_tqdm=True, **options)
     data = [{"x": torch.zeros(1)} for _ in range(64)]
     job = Job(heads, arguments, train_dataset=data, replicated_root=root, writer_options={"copies": 1})

@@ -1,4 +1,4 @@
-"""What ranks tell the coordinator of what they will read: names, unless a planner looks at all plans."""
+"""What ranks send the coordinator of their load plans: only names, unless a planner reads all plans."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def load(cluster: Cluster, parts: list[list[int]], planners: list[str]) -> list[
 
 @pytest.mark.parametrize("planner", ["stock", "ours"])
 def test_a_rank_keeps_its_plan(cluster: Cluster, planner: str) -> None:
-    """Of 1,000 tensors: a few bytes of each name go to the coordinator, and next to nothing comes back."""
+    """Of 1,000 tensors each rank sends the coordinator a few bytes per name, and gets almost nothing back."""
     for rank in load(cluster, ALL, [planner] * 2):
         (gather, gathered), (scatter, scattered) = rank["sent"]
         assert (gather, scatter) == ("gather_object", "scatter_object")
@@ -36,23 +36,25 @@ def test_a_rank_keeps_its_plan(cluster: Cluster, planner: str) -> None:
 
 
 def test_a_planner_that_looks_at_all_plans_sees_them(cluster: Cluster) -> None:
-    """One with a `create_global_plan` of its own gets every rank's items, as from stock torch."""
+    """A planner with its own `create_global_plan` gets every rank's items, as with stock torch."""
     first, second = load(cluster, [[0, ITEMS], [0, 10]], ["looks", "looks"])
     assert first["looked_at"] == [ITEMS, 10]
     assert first["sent"][1][1] > 100 * ITEMS
     assert first["warned"] == second["warned"] == []
 
 
-def test_planners_of_two_kinds_are_refused_where_one_would_miss_plans(cluster: Cluster) -> None:
-    """The coordinator's looks at items that another rank kept: every rank is told so; the next load is none the worse."""
+def test_different_planner_classes_are_refused_if_one_would_miss_plans(cluster: Cluster) -> None:
+    """The coordinator's planner reads all items but another rank's keeps its own: every rank raises. The next load
+    works.
+    """
     for rank in load(cluster, ALL, ["looks", "stock"]):
         assert "ConfigInvalid" in str(rank)
         assert "planners of one class" in str(rank)
     assert all("sent" in rank for rank in load(cluster, ALL, ["stock", "stock"]))
 
 
-def test_what_no_rank_asks_for_is_told_by_their_names(cluster: Cluster) -> None:
-    """Two ranks that ask for two parts leave the rest: rank 0 warns of that much, and of no name that one of them has."""
+def test_rank_0_counts_the_entries_that_no_rank_loads(cluster: Cluster) -> None:
+    """Two ranks load overlapping parts. Rank 0 warns of the entries in neither part, and of no others."""
     first, second = load(cluster, [[0, 400], [300, 900]], ["stock", "stock"])
     [warned] = first["warned"]
     assert "does not load 100 of 1000 saved entries" in warned

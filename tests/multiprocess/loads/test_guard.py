@@ -1,4 +1,4 @@
-"""A job does not load a bad checkpoint for ever: restores are counted, and users reject checkpoints."""
+"""A job does not load a bad checkpoint for ever: restores are counted, and users can reject a checkpoint."""
 
 import json
 from pathlib import Path
@@ -15,24 +15,24 @@ from tests.steps import guard
 pytestmark = pytest.mark.fault
 
 
-def crash(cluster: Cluster, nodes: list[int], told: Path, **how: int) -> None:
-    attempt = cluster.attempt([call(guard.crash_after_restore, told=str(told), **how)], nodes=nodes, grace_s=0.5)
+def crash(cluster: Cluster, nodes: list[int], log: Path, **how: int) -> None:
+    attempt = cluster.attempt([call(guard.crash_after_restore, told=str(log), **how)], nodes=nodes, grace_s=0.5)
     assert -9 in attempt.codes, attempt.failures
 
 
-def read(told: Path, rank: int) -> str:
-    return Path(f"{told}-{rank}").read_text().strip()
+def read(log: Path, rank: int) -> str:
+    return Path(f"{log}-{rank}").read_text().strip()
 
 
 def test_a_job_that_fails_after_each_restore_steps_back(cluster_of: ClusterOf, tmp_path: Path) -> None:
-    """With max_tries=3 the fourth restore takes the older checkpoint, also after a node was lost; a save begins anew."""
-    cluster, told = cluster_of(2), tmp_path / "told"
+    """With max_tries=3 the fourth restore loads the older checkpoint, also after a node loss. A save resets the count."""
+    cluster, log = cluster_of(2), tmp_path / "told"
     cluster.run(call(guard.save, steps=[1, 2]), nodes=[0, 1])
-    crash(cluster, [0, 1], told, max_tries=3)
-    crash(cluster, [1, 0], told, max_tries=3)
+    crash(cluster, [0, 1], log, max_tries=3)
+    crash(cluster, [1, 0], log, max_tries=3)
     cluster.nodes[0].lose()
-    crash(cluster, [0, 1], told, max_tries=3)  # rank 0 is on the blank node: the other one has the count
-    assert read(told, 0) == read(told, 1) == "2 2 2"
+    crash(cluster, [0, 1], log, max_tries=3)  # rank 0 is on the blank node; the other node has the count
+    assert read(log, 0) == read(log, 1) == "2 2 2"
     again, save, after = (call(guard.restore, max_tries=3, then_save=step) for step in (None, 3, None))
     results = cluster.launch([again, save, after], nodes=[0, 1])
     assert [results.of(each).agreed() for each in (again, save, after)] == [1, 1, 3]
@@ -43,7 +43,7 @@ def test_a_job_that_fails_after_each_restore_steps_back(cluster_of: ClusterOf, t
 
 
 def test_rank_0_warns_of_the_third_restore_without_a_save(cluster_of: ClusterOf) -> None:
-    """Without max_tries the newest is loaded each time; one warning names it, the count and the next step."""
+    """Without max_tries every restore loads the newest checkpoint. The warning names it, the count and the next step."""
     cluster = cluster_of(2)
     loads = [call(guard.restore) for _ in range(4)]
     results = cluster.launch([call(guard.save, steps=[1, 2]), *loads], nodes=[0, 1])
@@ -56,7 +56,11 @@ def test_rank_0_warns_of_the_third_restore_without_a_save(cluster_of: ClusterOf)
 
 
 def test_a_rejected_step_is_skipped_on_all_nodes(cluster_of: ClusterOf) -> None:
-    """Two of three nodes are marked, and the third is named; it learns of the mark, and then skips the step alone."""
+    """`reject` marks two of three nodes and names the third, which does not answer.
+
+    Once its agent runs again, the third node copies the mark and skips the step, also alone. `reject --undo` on the
+    third node reaches the others later.
+    """
     cluster = cluster_of(3)
     cluster.run(call(guard.save, steps=[1, 2], copies=3), nodes=[0, 1, 2])
     roots = [node.root for node in cluster.nodes]
@@ -85,7 +89,7 @@ def test_a_rejected_step_is_skipped_on_all_nodes(cluster_of: ClusterOf) -> None:
     assert done.returncode == ExitCode.UNREACHABLE, done.stderr
     assert "step-2: no longer rejected, on: " in done.stdout
     assert done.stdout.count("not reached: ") == 2
-    # The others, which still have the mark, hear that it has ended.
+    # The other nodes still have the mark and remove it now.
     assert cluster.run(call(guard.look), nodes=[0, 2]).agreed() == 2
 
 

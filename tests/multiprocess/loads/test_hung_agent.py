@@ -1,4 +1,6 @@
-"""The agent of one node hangs: it costs that node one time-out, however many ranks it has, and says what to do."""
+"""The agent of one node hangs: saves and loads wait one timeout for that node, whatever its ranks, and name the next
+step.
+"""
 
 import os
 import shutil
@@ -22,7 +24,7 @@ KINDS = ["plain", "own"]
 
 @pytest.mark.parametrize("ranks", mark_long([1, 4, 8], keep=[4]))
 def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks: int) -> None:
-    """All ranks of the node ask at once, and none of them again: a load within 10 s, a save within 15 s."""
+    """All ranks of the node ask at once and none asks again: a load takes less than 10 s, a save less than 15 s."""
     cluster, counts = cluster_of(2), [1, ranks]
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1], ranks=counts)
     pid = cluster.nodes[1].agent_pid()
@@ -47,7 +49,7 @@ def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks
 
 
 def test_a_save_that_ranks_elsewhere_cannot_read_is_not_chosen(cluster_of: ClusterOf) -> None:
-    """A node has published one, and its agent hangs before the others have it: all load the checkpoint before."""
+    """Only one node has the newest checkpoint, and its agent hangs: all ranks load the checkpoint before it."""
     cluster = cluster_of(2)
     older = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1", seed=1), nodes=[0, 1])
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-2", seed=2)], nodes=[0, 1])
@@ -65,7 +67,7 @@ def test_a_save_that_ranks_elsewhere_cannot_read_is_not_chosen(cluster_of: Clust
 
 @pytest.mark.long
 def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: ClusterOf) -> None:
-    """The manifest there is damaged, too: its own ranks say what lies there, and read it, as if an agent had told."""
+    """The agent hangs and its manifest is damaged: the node's own ranks list and read its shards."""
     cluster = cluster_of(2)
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1", copies=1), nodes=[0, 1])
     pid = cluster.nodes[1].agent_pid()
@@ -82,7 +84,7 @@ def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: Clust
 
 @pytest.mark.long
 def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
-    """It was silent for one save, and takes part in the next of the same ranks, without a word of warning."""
+    """An agent that hung for one save takes part in the same ranks' next save, without a warning."""
     cluster = cluster_of(2)
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     pid = cluster.nodes[1].agent_pid()
@@ -97,7 +99,7 @@ def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
 
 @pytest.mark.long
 def test_a_starter_that_hangs_costs_one_timeout(cluster_of: ClusterOf) -> None:
-    """The agent is stopped before it serves: those that wait to start it share what the first of them found."""
+    """A starting agent hangs: the ranks that wait for the start lock reuse the first rank's finding."""
     cluster = cluster_of(1, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "60"})
     cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0], ranks=2)
     cluster.stop_agents()

@@ -1,4 +1,4 @@
-"""A process is killed in the middle of a load: all ranks hear of it soon, by themselves, and are told the next step."""
+"""A process is killed during a load: all ranks raise within seconds, with the next step."""
 
 import pytest
 
@@ -11,15 +11,15 @@ from tests.steps import load_faults, peers
 pytestmark = pytest.mark.fault
 
 COUNT = 6  # MiB for each rank
-LARGE = 16  # the same, where more is to be left than is fetched ahead
+LARGE = 16  # MiB for each rank, more than the ranks fetch ahead
 SOON_S = 10.0
-SLOW_COPIES = {"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}  # a second load finds as little as the first
+SLOW_COPIES = {"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}  # too slow for a copy between the two loads
 
 
-def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: ClusterOf) -> None:
-    """Also by those that no collective tells, as their neighbours in it live on, whatever these do then.
+def test_a_killed_rank_fails_the_load_on_all_other_ranks(cluster_of: ClusterOf) -> None:
+    """Ranks far from the killed one in the collective raise too, although their neighbours live on.
 
-    What it had fetched for the others of its node does not stay there.
+    The agent removes what the killed rank had cached for its node.
     """
     cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "1"})
     ranks, killed = 8, 3
@@ -46,7 +46,9 @@ def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: Cluste
 
 
 def test_an_agent_that_is_killed_is_named_as_not_reached(cluster_of: ClusterOf) -> None:
-    """The last copy lies there, and is not lost: every rank is told to bring it back, and the next load has it."""
+    """The killed agent's node has the last copy. Every rank raises with the hint to bring that node back, and the next
+    load works.
+    """
     cluster = cluster_of(2, environment=SLOW_COPIES)
     cluster.launch([call(peers.save_pieces, checkpoint_id="step-1", count=LARGE)], nodes=[0, 1], ranks=2)
     cluster.nodes[0].lose()

@@ -1,4 +1,4 @@
-"""`exists` and `latest`, and ids that differ by rank: one answer on every rank."""
+"""`exists`, `latest` and ids that differ by rank have one answer on every rank."""
 
 import pytest
 
@@ -7,8 +7,10 @@ from tests.multiprocess.conftest import ClusterOf
 from tests.steps import lookup, state
 
 
-def test_all_ranks_are_told_the_same_whatever_their_own_disk_holds(cluster_of: ClusterOf) -> None:
-    """Nothing at first, then the newest; a blank node is told what the other one is, and one rank may ask alone."""
+def test_lookups_agree_on_all_ranks(cluster_of: ClusterOf) -> None:
+    """Before a save lookups find nothing, afterwards the newest. A blank node gets the same answers, also for one rank
+    alone.
+    """
     cluster = cluster_of(2)
     ask_first, ask = (call(lookup.ask, names=["step-1", "step-2"]) for _ in range(2))
     save = call(state.save, kinds=["meshes"], checkpoint_id="step-1")
@@ -26,7 +28,7 @@ def test_all_ranks_are_told_the_same_whatever_their_own_disk_holds(cluster_of: C
 
 
 def test_the_coordinators_id_is_taken_on_request(cluster_of: ClusterOf) -> None:
-    """Ranks with timestamps of their own, paths outside the root and no id at all save one checkpoint, rank 0's."""
+    """Ranks with different timestamps, paths outside the root and no id save one checkpoint, under rank 0's id."""
     cluster = cluster_of(2)
     stamped = ["out/11-59-59/checkpoint-5", "out/12-00-00/checkpoint-5"]
     ids = [*stamped, "/elsewhere/checkpoint-5", None]
@@ -37,8 +39,8 @@ def test_the_coordinators_id_is_taken_on_request(cluster_of: ClusterOf) -> None:
     assert all(sorted(path.name for path in (node.disk / "out").iterdir()) == ["11-59-59"] for node in cluster.nodes)
 
 
-def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: ClusterOf) -> None:
-    """What any rank asks for is asked for; what none does is named once, on rank 0; if a part is meant, nothing is."""
+def test_only_rank_0_warns_of_entries_that_no_rank_loads(cluster_of: ClusterOf) -> None:
+    """Rank 0 warns once of the entries that no rank loads. With `expect_partial` there is no warning."""
     cluster = cluster_of(2)
     names = [["a.b"], ["a.c"]]
     save = call(lookup.save_names, names=["a.b", "a.c", "a.d", "e.f"])
@@ -47,14 +49,17 @@ def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: C
         call(lookup.load_own_names, names=names, expect_partial=True),
     )
     results = cluster.launch([save, load, load_part], nodes=[0, 1])
-    [told], others = results.warnings_of(load)
-    assert "does not load 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in told
+    [warning], others = results.warnings_of(load)
+    assert "does not load 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in warning
     assert others == []
     assert results.warnings_of(load_part) == [[], []]
 
 
-def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: ClusterOf) -> None:
-    """They catch a missing checkpoint, read metadata on one rank, and learn what a `coordinator_rank` other than 0 does."""
+def test_programs_for_stock_storage_can_catch_a_missing_checkpoint(cluster_of: ClusterOf) -> None:
+    """Programs catch a missing checkpoint and read metadata on one rank.
+
+    A load with another `coordinator_rank` than 0 works, and a save with one raises.
+    """
     cluster = cluster_of(2)
     calls = [
         call(lookup.save_names, names=["a"]),
@@ -73,7 +78,10 @@ def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: Cluste
 
 @pytest.mark.parametrize("ids", [["step-1", None], [None, "step-1"]])
 def test_a_rank_without_an_id_ends_the_load_on_all(cluster_of: ClusterOf, ids: list[str | None]) -> None:
-    """DCP takes such a rank into its first step by itself: the others end there with it, and learn which rank it was."""
+    """DCP takes a rank without an id into its first step. All ranks raise there and name that rank.
+
+    An id that the reader got beforehand is used for the missing one.
+    """
     cluster = cluster_of(2)
     refused = call(lookup.load_under_ids, ids=ids)
     missing = call(lookup.load_under_ids, ids=["step-9" if each else None for each in ids], set_before="step-9")

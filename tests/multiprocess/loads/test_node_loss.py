@@ -1,4 +1,4 @@
-"""Nodes vanish with their disks: what survives, what does not, and what is said about it."""
+"""Nodes are lost with their disks: which checkpoints load, which do not, and what the errors name."""
 
 import itertools
 from typing import Any
@@ -26,7 +26,7 @@ def own_of(ranks: int, checkpoint_id: str) -> Call[Any]:
 
 @pytest.mark.fault
 def test_the_coordinators_node_is_lost(cluster_of: ClusterOf) -> None:
-    """Rank 0's node is no exception: the other one goes on alone, then with a blank node, in either rank order."""
+    """After rank 0's node is lost, the other node loads alone, and with a blank node in either rank order."""
     cluster = cluster_of(2)
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1])
     cluster.nodes[0].lose()
@@ -40,7 +40,7 @@ def test_the_coordinators_node_is_lost(cluster_of: ClusterOf) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("lost", [[0, 3], long([0, 1, 2, 3, 4])], ids=str)
 def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf, lost: list[int]) -> None:
-    """Five nodes, two copies: each node in turn comes back blank, and every value loads."""
+    """With two copies on five nodes, each node in turn is lost and returns blank: every value loads."""
     cluster = cluster_of(5)
     save = call(state.save, kinds=KINDS, checkpoint_id="step-1")
     load_by_lost = {node: call(state.load, kinds=LOADED, checkpoint_id="latest") for node in lost}
@@ -59,7 +59,7 @@ def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf, lost: list[int]) -
 @pytest.mark.long
 @pytest.mark.parametrize("gone", [0, 4])
 def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, gone: int) -> None:
-    """A world of the survivors alone loads everything: the coordinator's node gone, or the odd one out."""
+    """The four survivors load everything, whether the coordinator's node or the last node is lost."""
     cluster = cluster_of(5)
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=range(5))
     cluster.nodes[gone].lose()
@@ -75,7 +75,7 @@ def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, g
 @pytest.mark.fault
 @pytest.mark.parametrize("pairs", [PAIRS[1:3], long(PAIRS)], ids=str)
 def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf, pairs: list[tuple[int, int]]) -> None:
-    """Four nodes, three copies: every pair of nodes in turn comes back blank, and every value loads."""
+    """With three copies on four nodes, each pair of nodes in turn is lost and returns blank: every value loads."""
     cluster = cluster_of(4)
     own_by_lost = {pair: own_of(4, "step-1") for pair in pairs}
     calls: list[Call[Any]] = [
@@ -93,8 +93,11 @@ def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf, pairs: list[t
 
 
 @pytest.mark.fault
-def test_two_buddies_lost_is_said_on_every_rank_within_seconds(cluster_of: ClusterOf) -> None:
-    """With both holders gone every rank gets ShardLost: which shards, whose, where searched; an older one loads."""
+def test_losing_both_copies_raises_shard_lost_on_every_rank(cluster_of: ClusterOf) -> None:
+    """The two nodes with a shard's copies are lost: every rank raises ShardLost within 20 s.
+
+    The error has the shards, their owners and the searched nodes. "latest" loads an older checkpoint.
+    """
     cluster = cluster_of(4)
     older = cluster.run(call(state.save, kinds=LOADED, checkpoint_id="step-2"), nodes=[0, 1]).agreed()
     cluster.launch([call(state.save, kinds=LOADED, checkpoint_id="step-10")], nodes=range(4))
@@ -116,7 +119,7 @@ def test_two_buddies_lost_is_said_on_every_rank_within_seconds(cluster_of: Clust
 
 @pytest.mark.fault
 def test_one_copy_does_not_survive(cluster_of: ClusterOf) -> None:
-    """copies=1 promises nothing beyond the node itself, and the loss is said in the same words."""
+    """With copies=1 the checkpoint loads until a node is lost. Then every rank raises ShardLost."""
     cluster = cluster_of(2)
     save = call(state.save, kinds=["plain", "meshes"], checkpoint_id="step-1", copies=1)
     load = call(state.load, kinds=["plain", "meshes"], checkpoint_id="step-1")

@@ -1,4 +1,4 @@
-"""Who can read a checkpoint: stock torch, one process without a group, a blank node; and what "latest" is."""
+"""Readers of a checkpoint: stock torch, one process without a group, and a blank node. And what "latest" is."""
 
 import shutil
 from typing import Any
@@ -19,7 +19,7 @@ def save(checkpoint_id: str, seed: int = 0) -> Call[Any]:
 
 
 def test_each_nodes_directory_is_a_plain_checkpoint(cluster_of: ClusterOf) -> None:
-    """Of a two-node save each node's directory loads through torch's own FileSystemReader, in any world."""
+    """Each node's directory of a two-node save loads through torch's own FileSystemReader, in one process and in two."""
     cluster = cluster_of(2)
     saved = cluster.run(save("step-1"), nodes=[0, 1]).agreed()
     alone = call(saving_steps.load_with_stock_torch, kinds=ALONE, checkpoint_id="step-1")
@@ -30,7 +30,7 @@ def test_each_nodes_directory_is_a_plain_checkpoint(cluster_of: ClusterOf) -> No
 
 
 def test_one_process_without_a_group_loads_a_nodes_store(cluster_of: ClusterOf) -> None:
-    """A notebook on either node loads what the two saved, by name and as "latest", and starts no agent for it."""
+    """A process on either node loads the checkpoint of both, by name and as "latest", and starts no agent."""
     cluster = cluster_of(2)
     saved = cluster.run(save("step-1"), nodes=[0, 1]).agreed()
     cluster.stop_agents()
@@ -55,7 +55,7 @@ def test_one_process_without_a_group_saves_and_loads(cluster_of: ClusterOf) -> N
 
 @pytest.mark.long
 def test_one_rank_loads_alone_while_the_others_are_busy(cluster_of: ClusterOf) -> None:
-    """`no_dist=True` on one rank of a living world waits for nobody."""
+    """With `no_dist=True` one rank of a running world loads without waiting for the others."""
     cluster = cluster_of(2)
     save = call(state.save, kinds=["plain"], checkpoint_id="step-1")
     by_rank_1 = call(saving_steps.load_alone, kinds=["plain"], checkpoint_id="step-1", ranks=[1])
@@ -67,7 +67,7 @@ def test_one_rank_loads_alone_while_the_others_are_busy(cluster_of: ClusterOf) -
 
 
 def test_every_rank_agrees_on_the_latest(cluster_of: ClusterOf) -> None:
-    """The newest whole checkpoint by the time of its save, on every rank, whatever its own store knows of it."""
+    """ "latest" is the checkpoint with the newest save time on every rank, whatever the rank's own store contains."""
     cluster = cluster_of(3)
     kinds = ["plain"]
     older, newer = (call(state.save, kinds=kinds, checkpoint_id=f"step-{step}", seed=step) for step in (9, 10))
@@ -82,8 +82,8 @@ def test_every_rank_agrees_on_the_latest(cluster_of: ClusterOf) -> None:
     assert {value["report"]["checkpoint_id"] for value in one_is_behind} == {"step-10"}
 
 
-def test_a_checkpoint_that_does_not_exist_is_said_so(cluster_of: ClusterOf) -> None:
-    """Neither a name that was never saved nor "latest" of empty stores hangs or loads anything."""
+def test_a_missing_checkpoint_raises_not_found(cluster_of: ClusterOf) -> None:
+    """A name that was never saved, and "latest" of empty stores, raise CheckpointNotFound within 20 s."""
     by_name, latest = (call(state.load_fails, kinds=["plain"], checkpoint_id=name) for name in ("step-1", "latest"))
     results = cluster_of(2).launch([by_name, latest], nodes=[0, 1])
     for failure in [*results.of(by_name), *results.of(latest)]:

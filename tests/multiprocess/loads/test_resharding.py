@@ -1,4 +1,4 @@
-"""A checkpoint moves between worlds of any size and any way of sharding."""
+"""A checkpoint loads in worlds of other sizes and with other shardings."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,9 @@ WORLDS = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3)]
 
 @pytest.mark.parametrize(("save_nodes", "load_nodes"), mark_long(WORLDS, keep=[(2, 3)]))
 def test_every_kind_of_state_moves_to_another_world(cluster_of: ClusterOf, save_nodes: int, load_nodes: int) -> None:
-    """What N nodes saved, M nodes load bit for bit: fewer (the others are gone) or more (the others are blank)."""
+    """M nodes load bit for bit what N nodes saved. If M is smaller, the other nodes are lost; if larger, the new ones
+    are blank.
+    """
     cluster = cluster_of(max(save_nodes, load_nodes))
     saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=range(save_nodes))
     for gone in cluster.nodes[load_nodes:]:
@@ -32,7 +34,9 @@ def test_every_kind_of_state_moves_to_another_world(cluster_of: ClusterOf, save_
 
 @pytest.mark.parametrize(("ranks", "launcher"), [(2, "direct"), long(4, "torchrun")])
 def test_two_nodes_lose_one_and_go_on_in_any_world(cluster_of: ClusterOf, ranks: int, launcher: Launcher) -> None:
-    """FSDP2 with AdamW, several ranks a node, under torchrun too: without node 1 worlds of any size load the same bits."""
+    """FSDP2 with AdamW, several ranks per node, also under torchrun: after node 1 is lost, worlds of any size load the
+    same bits.
+    """
     kinds = ["fsdp2", "plain", "large"]
     load = call(state.load, kinds=kinds, checkpoint_id="latest")
     alone = call(state.load, kinds=["fsdp2:unwrapped", "plain", "large"], checkpoint_id="step-10")
@@ -49,7 +53,9 @@ def test_two_nodes_lose_one_and_go_on_in_any_world(cluster_of: ClusterOf, ranks:
 
 @pytest.mark.parametrize("copies", mark_long([1, 2, 3], keep=[2]))
 def test_unequal_ranks_per_node(cluster_of: ClusterOf, copies: int) -> None:
-    """Nodes of 2 + 1 ranks save, nodes of 1 + 2 ranks load, whatever the number of copies; each rank's own data too."""
+    """Nodes of 2 + 1 ranks save and nodes of 1 + 2 ranks load, with any number of copies. Each rank's own data loads
+    too.
+    """
     cluster = cluster_of(2)
     kinds = ["plain", "fsdp2", "own"]
     saved = cluster.run(
@@ -66,9 +72,11 @@ def test_unequal_ranks_per_node(cluster_of: ClusterOf, copies: int) -> None:
 
 
 def test_models_parallel_in_every_way_survive_a_node(cluster_of: ClusterOf) -> None:
-    """HSDP of FSDP1 and 2, tensor parallel, and both at once: saved on 2 x 2 ranks, a node lost, loaded on the other."""
+    """HSDP of FSDP1 and FSDP2, tensor parallel and both combined: 2 x 2 ranks save, a node is lost, and the other
+    loads.
+    """
     kinds = ["hsdp1", "tensor_parallel", "two_dimensional"]
-    if torch.__version__ >= TorchVersion("2.13"):  # FSDP2 of torch 2.7 cannot train so on gloo and CPU
+    if torch.__version__ >= TorchVersion("2.13"):  # on CPU with gloo, FSDP2 of torch 2.7 cannot train with HSDP
         kinds.append("hsdp")
     load = call(state.load, kinds=kinds, checkpoint_id="step-1")
     cluster = cluster_of(2)
@@ -79,7 +87,7 @@ def test_models_parallel_in_every_way_survive_a_node(cluster_of: ClusterOf) -> N
 
 @pytest.mark.long
 def test_a_part_of_a_checkpoint_goes_into_a_larger_state(cluster_of: ClusterOf) -> None:
-    """Fine-tuning: what is new in the model keeps its values with `allow_partial_load`; without it every rank raises."""
+    """With `allow_partial_load` entries that are new in the model keep their values. Without it every rank raises."""
     cluster = cluster_of(2)
     saved = cluster.run(call(state.save, kinds=["fsdp2"], checkpoint_id="step-1"), nodes=[0, 1]).agreed()
     allowed, refused = (
@@ -96,7 +104,7 @@ def test_a_part_of_a_checkpoint_goes_into_a_larger_state(cluster_of: ClusterOf) 
 
 @pytest.mark.long
 def test_swapped_ranks_read_their_own_stores(cluster_of: ClusterOf) -> None:
-    """With two nodes every node holds everything: with ranks swapped nothing crosses the network and all is equal."""
+    """With two copies on two nodes, swapped ranks load the same values and read nothing over the network."""
     cluster = cluster_of(2)
     kinds = ["plain", "fsdp2"]
     saved = cluster.run(call(state.save, kinds=kinds, checkpoint_id="step-1"), nodes=[0, 1])
@@ -108,7 +116,7 @@ def test_swapped_ranks_read_their_own_stores(cluster_of: ClusterOf) -> None:
 
 @pytest.mark.long
 def test_permuted_nodes_without_copies_fetch_from_each_other(cluster_of: ClusterOf) -> None:
-    """With one copy the bytes are where they were saved, whichever rank a node has now."""
+    """With one copy, ranks that moved to other nodes fetch their bytes from the nodes that saved them."""
     cluster = cluster_of(3)
     kinds = ["large", "meshes"]
     saved = cluster.run(call(state.save, kinds=kinds, checkpoint_id="step-1", copies=1), nodes=[0, 1, 2])
@@ -119,7 +127,7 @@ def test_permuted_nodes_without_copies_fetch_from_each_other(cluster_of: Cluster
 
 @pytest.mark.long
 def test_stores_in_memory(cluster_of: ClusterOf) -> None:
-    """A root on tmpfs is a root like any other: a node that lost it gets everything from its buddy."""
+    """With a root on tmpfs, a node that lost its store loads everything from its buddy."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="replicated-ckpt-test-") as folder:
         cluster = cluster_of(2, base=Path(folder))
         saved = cluster.run(call(state.save, kinds=["large"], checkpoint_id="step-1"), nodes=[0, 1])
@@ -137,7 +145,7 @@ UNUSED += [("ddp", 2, "fsdp2", 2), ("fsdp1", 2, "fsdp1", 2), ("fsdp1", 2, "ddp",
 def test_parameters_without_a_gradient_stay_without_state(
     cluster_of: ClusterOf, kind: str, ranks: int, other: str, others: int
 ) -> None:
-    """A head that was never used, and a frozen one, have no optimizer state after a load either; all else has its bits."""
+    """An unused head and a frozen one have no optimizer state after a load either. Everything else loads bit for bit."""
     cluster = cluster_of(1)
     saved = cluster.run(call(unused.save_unused, kind=kind), nodes=[0], ranks=ranks).agreed()
     assert not [name for name in saved if "state.heads.used" not in name and ".state." in name]
@@ -150,7 +158,7 @@ def test_parameters_without_a_gradient_stay_without_state(
 def test_a_framework_restores_the_state_of_frozen_parameters(
     cluster_of: ClusterOf, kind: str, ranks: int, other: str, others: int
 ) -> None:
-    """A head that is frozen in the program that loads has its optimizer state, as with stock `load_state_dict`."""
+    """A head that is frozen in the loading program gets its saved optimizer state, as with stock `load_state_dict`."""
     cluster = cluster_of(1)
     saved = cluster.run(call(unused.save_as_a_framework, kind=kind), nodes=[0], ranks=ranks).agreed()
     assert [name for name in saved if ".state.heads.unused" in name]

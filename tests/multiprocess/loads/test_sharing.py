@@ -1,4 +1,6 @@
-"""Ranks of one node that need the same bytes: they cross the network once, and no rank depends on who fetches them."""
+"""Ranks of one node that need the same bytes fetch them once together. If one of them fails, the others fetch for
+themselves.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,20 @@ from tests.steps import peers, sharing
 
 COUNT = 12  # MiB for each rank that saved
 SAVED = 2 * COUNT << 20
-EDGES = 2 * (256 << 10)  # of the two shards: what else is in the last blocks that are needed
-STALL_TIMEOUT_S, UNTROUBLED_STALL_S = 2.0, 10.0  # shorter than it is where a rank is waited for in vain
-UNDISTURBED_S = 4.0  # that one rank reads, at most, on a busy machine
+EDGES = 2 * (256 << 10)  # rest of the last blocks read of the two shards
+STALL_TIMEOUT_S, UNTROUBLED_STALL_S = 2.0, 10.0  # the first where a rank is waited for in vain
+UNDISTURBED_S = 4.0  # longest read of one rank on a busy machine
 
 
 @pytest.fixture
 def cluster(cluster_of: ClusterOf) -> Cluster:
-    """Two nodes that saved; the first has lost its disk since, and has three ranks from now on."""
+    """Two nodes that saved. The first has lost its disk since; it runs three ranks in loads."""
     return loses_a_disk(cluster_of(2))
 
 
 @pytest.fixture
 def slow_to_heal(cluster_of: ClusterOf) -> Cluster:
-    """The same, where a second load finds as little there as the first: re-protection takes hours."""
+    """As `cluster`, but replication is so slow that a second load finds the first node as empty as the first load did."""
     return loses_a_disk(cluster_of(2, environment={"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}))
 
 
@@ -49,7 +51,7 @@ def caches_of(cluster: Cluster) -> list[Path]:
 
 
 def test_each_byte_comes_to_a_node_once(cluster: Cluster) -> None:
-    """Ranks of a blank node that need everything fetch it once together; their caches go with the load."""
+    """The ranks of a blank node fetch every byte once together. Their caches are removed with the load."""
     *blank, there = load(cluster, "")
     assert all(all(value["same"]) for value in [*blank, there])
     reports = [value["report"] for value in blank]
@@ -61,11 +63,11 @@ def test_each_byte_comes_to_a_node_once(cluster: Cluster) -> None:
 
 
 @pytest.mark.fault
-def test_a_rank_that_stops_costs_the_others_one_time_out(slow_to_heal: Cluster) -> None:
-    """They wait once, and read on while it is still stopped; when it goes on it has all its bytes, too.
+def test_a_stopped_rank_costs_the_others_one_timeout(slow_to_heal: Cluster) -> None:
+    """The other ranks wait once and read on while one rank is stopped. When it continues, it gets all its bytes, too.
 
-    It goes on once they have read all, so however slow the machine is, nothing that they have can have come from it. What
-    they may take is measured against their time when no rank stops.
+    The rank continues only after the others have read everything, so none of their bytes came from it, on machines of
+    any speed. Their time is compared with a load in which no rank stops.
     """
     undisturbed_s = max(value["seconds"] for value in load(slow_to_heal, "")[:3])
     first, stopped, third, _ = load(slow_to_heal, "stops")
@@ -77,8 +79,8 @@ def test_a_rank_that_stops_costs_the_others_one_time_out(slow_to_heal: Cluster) 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), long("raises before", STALL_TIMEOUT_S)])
-def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, waited_s: float) -> None:
-    """What raises while it reads tells the others; what never comes to reading is waited for once."""
+def test_a_failing_rank_fails_the_others_within_one_timeout(cluster: Cluster, trouble: str, waited_s: float) -> None:
+    """A rank that raises while it reads fails the others at once. If it raises before, they wait one timeout."""
     outcomes = load(cluster, trouble)
     assert all(outcome["ranks"] == [1] for outcome in outcomes), outcomes
     assert all("breaks" in outcome["message"] for outcome in outcomes)
@@ -87,8 +89,8 @@ def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, wai
 
 
 @pytest.mark.fault
-def test_a_plan_that_changes_after_the_ranks_agreed_costs_no_time_out(cluster: Cluster) -> None:
-    """A planner that drops items of one rank in the global plan: that rank fetches for itself, the others share on."""
+def test_a_plan_that_changes_after_the_ranks_agreed_costs_no_timeout(cluster: Cluster) -> None:
+    """A planner drops one rank's items in the global plan: that rank fetches for itself, and the others still share."""
     dropped, first, second, _ = load(cluster, "drops", at=0)
     assert dropped["same"].count(True) == len(dropped["same"]) // 2
     assert all(first["same"] + second["same"])

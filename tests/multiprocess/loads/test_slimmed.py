@@ -1,4 +1,4 @@
-"""A run whose older checkpoints keep the model alone: what loads, what is refused, and how many bytes are left."""
+"""A run whose older checkpoints keep only the model: what loads, what is refused, and how many bytes are left."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,9 @@ def check_directories(cluster: Cluster) -> None:
 
 
 def test_older_checkpoints_keep_the_model(cluster_of: ClusterOf) -> None:
-    """Ten are kept and two are full: the model of each loads, with stock torch too; the optimizer of two."""
+    """Of ten checkpoints the newest two stay full. The model of each loads, also with stock torch; the optimizer of
+    two.
+    """
     cluster = cluster_of(2)
     save = call(slimmed.save_all, steps=STEPS, size=SIZE, keep_last=10, full_last=2)
     full = call(slimmed.await_full, steps=[9, 10], within_s=40.0)
@@ -51,8 +53,11 @@ def test_older_checkpoints_keep_the_model(cluster_of: ClusterOf) -> None:
         assert cluster.run(stock, nodes=[0, 1]).agreed() is True
 
 
-def test_nodes_that_differ(cluster_of: ClusterOf) -> None:
-    """While the other node has all of the optimizer, it loads; then the weights, from both or from either alone."""
+def test_a_checkpoint_slimmed_on_one_node_loads_from_the_other(cluster_of: ClusterOf) -> None:
+    """While the other node has the whole optimizer, everything loads.
+
+    Afterwards only the weights load, from both nodes or from either alone.
+    """
     cluster = cluster_of(2)
     save = call(slimmed.save_all, steps=[1, 2], size=SIZE, keep_last=10, full_last=None)
     cluster.launch([save], nodes=[0, 1])
@@ -66,7 +71,7 @@ def test_nodes_that_differ(cluster_of: ClusterOf) -> None:
     assert results.of(weights).agreed() == [True]
     assert results.of(everything).agreed() is True
     cluster.stop_agents()
-    (second.root / "step-1" / "__0_1.distcp").unlink()  # now no node has all of it
+    (second.root / "step-1" / "__0_1.distcp").unlink()  # now no node has the whole optimizer
     results = cluster.launch([weights, everything], nodes=[0, 1])
     assert results.of(weights).agreed() == [True]
     assert results.of(everything).agreed() == [["OptimizerDropped", "step-2"]]

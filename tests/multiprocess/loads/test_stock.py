@@ -1,4 +1,6 @@
-"""A checkpoint that stock torch scattered: shards on the nodes of their ranks, `.metadata` on one of them, no manifest."""
+"""Checkpoints of stock torch whose shards lie on the nodes of their ranks, with `.metadata` on one node and no
+manifest.
+"""
 
 import shutil
 from typing import Any
@@ -15,7 +17,7 @@ SAVED = ["plain", "meshes"]
 
 
 def scattered(cluster: Cluster, checkpoint_id: str, seed: int = 0) -> Digests:
-    """Saved by four ranks into one directory, then moved: ranks 0, 1 and 2 to a node each, 3 to the second one's."""
+    """Four ranks save into one directory. Ranks 0, 1 and 2 are then moved to one node each, rank 3 to the second node."""
     folder = cluster.base / "shared" / checkpoint_id
     steps = [call(stock.save, kinds=SAVED, folder=str(folder), seed=seed)]
     saved: Digests = cluster.launch(steps, nodes=[0], ranks=4).of(stock.save).agreed()
@@ -32,8 +34,11 @@ def load(checkpoint_id: str, kinds: list[str] = SAVED) -> Call[Any]:
     return call(state.load, kinds=kinds, checkpoint_id=checkpoint_id)
 
 
-def test_what_stock_torch_scattered_loads_as_it_lies_and_is_saved_anew(cluster_of: ClusterOf) -> None:
-    """On 3, 4, 2 ranks and on one process: every bit, on every rank. Saved under a new id it outlives a node."""
+def test_a_scattered_stock_checkpoint_loads_in_place_and_saves_under_a_new_id(cluster_of: ClusterOf) -> None:
+    """Three, four and two ranks and one process load every bit, and the files stay as they are.
+
+    Saved under a new id, the checkpoint survives a node loss.
+    """
     cluster = cluster_of(3)
     saved = scattered(cluster, "run/step-10")
     alone = {name: value for name, value in saved.items() if name.startswith("plain/")}
@@ -43,9 +48,9 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_saved_anew(cluster_o
         by_name, latest = load("run/step-10"), load("latest")
         results = cluster.launch([by_name, latest], nodes=nodes, ranks=ranks)
         assert results.of(by_name).digests() == results.of(latest).digests() == [saved] * sum(ranks)
-        told = results.warnings_of(by_name)
-        assert [len(warnings) for warnings in told] == [1] + [0] * (sum(ranks) - 1)
-        assert "stock torch wrote it" in told[0][0]
+        warned = results.warnings_of(by_name)
+        assert [len(warnings) for warnings in warned] == [1] + [0] * (sum(ranks) - 1)
+        assert "stock torch wrote it" in warned[0][0]
     assert cluster.run(load("latest", ["plain"]), nodes=[2], launcher="single").digests() == [alone]
     assert [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes] == before
     anew = call(state.load_and_save, kinds=SAVED, checkpoint_id="run/step-10", as_id="run/step-11")
@@ -58,8 +63,8 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_saved_anew(cluster_o
 
 
 @pytest.mark.fault
-def test_what_is_missing_or_contradicts_itself_is_said_on_every_rank(cluster_of: ClusterOf) -> None:
-    """A lost node and two runs under one id each have their error, on every rank, and no byte is mixed."""
+def test_missing_or_contradictory_stock_files_raise_on_every_rank(cluster_of: ClusterOf) -> None:
+    """A lost node raises ShardLost, and files of two runs under one id raise CheckpointAmbiguous, on every rank."""
     cluster = cluster_of(3)
     scattered(cluster, "step-10")
     fails = call(state.load_fails, kinds=["plain"], checkpoint_id="step-10")

@@ -15,11 +15,11 @@ from tests.steps import async_saves, loss, saving, state
 KINDS = ["plain", "fsdp2"]
 MORE_KINDS = [*KINDS, "ddp", "meshes", "two_dimensional"]
 ALLOCATOR_BYTES = 8 << 20
-"""What an allocator may come to hold late; a segment kept of each of the small saves would be far more."""
+"""Late growth of an allocator. One kept segment per small save would be far more."""
 
 
 def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
-    """When the future is done the checkpoint is what the values were at the call; and the next save follows."""
+    """The checkpoint has the values at the time of the call when the future is done. The next save follows."""
     ids = ["step-1", "step-2", "step-3"]
     loads = [call(state.load, kinds=MORE_KINDS, checkpoint_id=name) for name in ids]
     save = call(async_saves.save, kinds=MORE_KINDS, checkpoint_ids=ids)
@@ -29,7 +29,7 @@ def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
 
 
 def test_saves_of_many_writers_take_turns(cluster_of: ClusterOf) -> None:
-    """The ranks of all of them meet in one group: collectives of two at once would meet on other ranks."""
+    """Saves of several writers share one process group and run one after the other: their collectives never mix."""
     ids = ["step-1", "step-2", "step-3"]
     loads = [call(state.load, kinds=["plain"], checkpoint_id=name) for name in ids]
     cluster = cluster_of(2, environment={COLLECTIVE_TIMEOUT_ENV: "20"})
@@ -40,8 +40,8 @@ def test_saves_of_many_writers_take_turns(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.long
-def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
-    """With `AsyncCheckpointerType.PROCESS` the writer goes to another process, and its saves are like any other."""
+def test_saves_in_another_process(cluster_of: ClusterOf) -> None:
+    """With `AsyncCheckpointerType.PROCESS` the writer is pickled to another process, and its saves load like any other."""
     ids = ["step-1", "step-2"]
     loads = [call(state.load, kinds=KINDS, checkpoint_id=name) for name in ids]
     cluster = cluster_of(2, quick_exit=False)
@@ -54,8 +54,8 @@ def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault
-def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -> None:
-    """A save that one rank fails in its process fails every rank's future, leaves nothing, and the next save is good."""
+def test_the_saving_process_works_after_a_failed_save(cluster_of: ClusterOf) -> None:
+    """One rank's saving process fails: every rank's future fails, nothing stays staged, and the next save succeeds."""
     calls = [
         call(async_saves.save_breaks_in_process, kinds=KINDS, checkpoint_id="step-1", ranks=[1]),
         call(loss.staging_left),
@@ -63,8 +63,8 @@ def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -
         call(state.load, kinds=KINDS, checkpoint_id="latest"),
     ]
     results = cluster_of(2, quick_exit=False).launch(calls, nodes=[0, 1])
-    for said in results.of(async_saves.save_breaks_in_process):
-        assert "this rank breaks in write" in said
+    for message in results.of(async_saves.save_breaks_in_process):
+        assert "this rank breaks in write" in message
     assert results.of(loss.staging_left) == [[], []]
     assert results.of(state.load).digests() == [results.of(async_saves.save_in_process).agreed()[0]] * 2
 
@@ -72,7 +72,7 @@ def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -
 @pytest.mark.fault
 @pytest.mark.parametrize("phase", mark_long(["plan", "write"], keep=["write"]))
 def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
-    """A rank that raises in the background fails every rank's future, and the previous checkpoint loads."""
+    """A rank raises in the background: every rank's future fails, and the previous checkpoint loads."""
     calls = [
         call(state.save, kinds=KINDS, checkpoint_id="step-1"),
         call(async_saves.save_breaks, kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=[1]),
@@ -86,22 +86,21 @@ def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
 
 
 @pytest.mark.fault
-def test_a_rank_that_is_interrupted_while_it_copies_is_missed(cluster_of: ClusterOf) -> None:
-    """The others have begun the save: they learn within seconds that it does not come, not by their group's time-out."""
+def test_a_rank_interrupted_while_it_stages_fails_the_others(cluster_of: ClusterOf) -> None:
+    """The other ranks have begun the save. They raise within seconds, before their process group's timeout."""
     save = call(async_saves.save_interrupted, rank=1)
     results = cluster_of(2, quick_exit=False).run(save, nodes=[0, 1], ranks=[1, 2])
-    told = results
-    assert [each["type"] for each in told] == ["RankFailed", "KeyboardInterrupt", "RankFailed"], told
-    assert all("Rank 1 left an asynchronous save before it began" in told[rank]["text"] for rank in (0, 2)), told
-    assert all(each["seconds"] < 10 for each in told), told
+    assert [each["type"] for each in results] == ["RankFailed", "KeyboardInterrupt", "RankFailed"], results
+    assert all("Rank 1 left an asynchronous save before it began" in results[rank]["text"] for rank in (0, 2)), results
+    assert all(each["seconds"] < 10 for each in results), results
 
 
 @pytest.mark.skipif(
     (3, 12, 0) <= sys.version_info < (3, 12, 3),
-    reason="this Python gives no thread at its end",
+    reason="this Python starts no thread during its shutdown",
 )
 def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
-    """The interpreter ends while a save is under way: the save is completed, not lost."""
+    """The interpreter ends during a save: it waits until the save is complete."""
     cluster = cluster_of(2, quick_exit=False)
     leaving = cluster.run(call(async_saves.leave_in_flight, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1])
     assert [left["in_flight"] for left in leaving] == [True, True]
@@ -111,17 +110,17 @@ def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
 
 @pytest.mark.long
 def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> None:
-    """What a rank holds of a save that its agent writes goes with the writer, on every rank.
+    """A writer that is dropped after its save closes its descriptors, on every rank.
 
-    Connections that it keeps for the next save come one by one with the first saves, as its threads happen to run.
+    Connections that are kept for the next save open one by one during the first saves, in no fixed order.
     """
     saves = call(async_saves.descriptors_of_saves, saves=24)
     for counts in cluster_of(2).run(saves, nodes=[0, 1], timeout_s=280.0):
         assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
 
 
-def test_a_writer_that_is_kept_holds_nothing_of_a_save_that_is_over(cluster_of: ClusterOf) -> None:
-    """On no rank: an agent has a thread for each connection, and takes no shards once it has many."""
+def test_a_kept_writer_closes_the_connections_of_its_saves(cluster_of: ClusterOf) -> None:
+    """No rank keeps one: an agent has a thread for each connection, and takes no shards if it has many."""
     cluster = cluster_of(2)
     results = cluster.run(call(async_saves.connections_of_kept_writers, saves=5), nodes=[0, 1])
     for counts in results:
@@ -130,8 +129,10 @@ def test_a_writer_that_is_kept_holds_nothing_of_a_save_that_is_over(cluster_of: 
 
 
 @pytest.mark.long
-def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None:
-    """They have its locks and its connection, too, and live on: agents are done with each save, and the next one begins."""
+def test_workers_forked_during_a_save_do_not_block_saves(cluster_of: ClusterOf) -> None:
+    """Forked workers inherit the save's locks and connections and live on. Agents still end each save, and the next one
+    begins.
+    """
     forks = call(async_saves.saves_with_forks, kinds=KINDS, saves=3)
     results = cluster_of(2).launch([forks, call(state.load, kinds=KINDS, checkpoint_id="latest")], nodes=[0, 1])
     for saved, loaded in zip(results.of(forks), results.of(state.load).digests(), strict=True):
@@ -143,10 +144,11 @@ def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None
 
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize(("saves", "mebibytes"), mark_long([(300, 50), (16, 8)], keep=[(16, 8)]))
-def test_many_saves_take_no_more_than_a_few(cluster_of: ClusterOf, saves: int, mebibytes: int) -> None:
-    """Memory, descriptors and threads of ranks and agents at the end are what they were after a quarter of the saves.
+def test_many_saves_use_no_more_memory_than_a_few(cluster_of: ClusterOf, saves: int, mebibytes: int) -> None:
+    """At the end, memory, descriptors and threads of ranks and agents are as after a quarter of the saves.
 
-    But for one segment: where something holds on to a copy when the next save begins, that one gets another, which stays.
+    One memory segment more is allowed: a save that begins while an earlier copy is still in use gets another, which
+    stays.
     """
     footprint = call(async_saves.footprint_of_saves, saves=saves, mebibytes=mebibytes)
     quarter = saves // 4

@@ -1,4 +1,4 @@
-"""Many saves in a row, and the life of the agents around them."""
+"""Many saves in a row, and agents that start, serve and exit meanwhile."""
 
 import os
 import tempfile
@@ -22,8 +22,10 @@ RSS_GROWTH_KIB_MAX = 16 * 1024
 
 
 @pytest.mark.long
-def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> None:
-    """Neither rank nor agent gains a thread, descriptor, child or memory from the 10th save to the 50th; all load."""
+def test_fifty_saves_leave_only_their_files(cluster_of: ClusterOf) -> None:
+    """From the 10th save to the 50th neither rank nor agent gains a thread, descriptor, child process or memory. All
+    saves load.
+    """
     cluster = cluster_of(2, quick_exit=False)
     ids = [f"step-{index}" for index in range(0, SAVES, 7)]
     calls = [
@@ -42,13 +44,13 @@ def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> No
     assert len(agents) == 2
 
 
-CYCLES, MANY_CYCLES = 18, 500  # of two saves and two loads each, and every fifth time one more of each that fails
+CYCLES, MANY_CYCLES = 18, 500  # two saves and two loads each; every fifth cycle also has a failing save and load
 CLOSING_MAX = 2
-"""Connections that another thread closes at the moment of the look; one that is lost per save would be dozens."""
+"""Connections that another thread is closing at the time of a look. A leak of one per save would be dozens."""
 
 
 def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
-    """From the first look to the last nothing has grown."""
+    """Nothing has grown between the first footprint and the last."""
     early, late = footprints[0], footprints[-1]
     for who, before in early.items():
         growth = {name: late[who][name] - value for name, value in before.items()}
@@ -65,7 +67,7 @@ def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
 def test_new_writers_readers_and_managers_leave_nothing_behind(
     cluster_of: ClusterOf, count: int, is_alone: bool
 ) -> None:
-    """Made anew for each save and load, some of which fail: no descriptor, thread, key of c10d or memory is kept."""
+    """New objects for each save and load, some of which fail, leave no descriptor, thread, c10d key or memory behind."""
     cluster, first_look = cluster_of(2, quick_exit=False), count // 3
     cycle = call(cycles.cycle, count=count, measure_after=[first_look, count])
     world = {"nodes": [0], "launcher": "single"} if is_alone else {"nodes": [0, 1], "ranks": 2}
@@ -78,10 +80,10 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
 @pytest.mark.timeout(50_000)
 @pytest.mark.parametrize("is_tiered", [False, True], ids=["disk", "memory tier"])
 def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_tiered: bool) -> None:
-    """Saves of 50 MB, one behind the other: ranks and agents gain no memory, descriptor or thread from the 50th on.
+    """From the 50th save of 50 MB on, ranks and agents gain no memory, descriptor or thread.
 
-    REPLICATED_CKPT_TEST_SAVES says how many; what there is after each tenth of them is printed (`pytest -s`). More
-    than 15 minutes of them need `-o faulthandler_timeout=...`, too.
+    REPLICATED_CKPT_TEST_SAVES sets the number of saves. `pytest -s` prints the footprint after each tenth. More than 15
+    minutes need `-o faulthandler_timeout=...`, too.
     """
     count, cluster = int(os.environ.get("REPLICATED_CKPT_TEST_SAVES", "300")), cluster_of(2, quick_exit=False)
     with tempfile.TemporaryDirectory(prefix="rckpt-test-", dir="/dev/shm") as memory:
@@ -94,14 +96,14 @@ def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_
         cluster.stop_agents()
     for rank, footprints in enumerate(results):
         for step, found in zip(looks, footprints, strict=True):
-            told = "; ".join(f"{who} {footprint}" for who, footprint in found.items())
-            print(f"rank {rank}, save {step}: {told}")  # noqa: T201 - with -s
+            text = "; ".join(f"{who} {footprint}" for who, footprint in found.items())
+            print(f"rank {rank}, save {step}: {text}")  # noqa: T201 - with -s
         check_flat(footprints)
 
 
 @pytest.mark.long
 def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
-    """The ranks end, their node's agent stays, and the next world uses it; each node has its own."""
+    """The ranks end, each node's agent stays, and the next world uses the same agents."""
     cluster = cluster_of(2, quick_exit=False)
     first = cluster.run(call(state.save, kinds=["plain"], checkpoint_id="step-1"), nodes=[0, 1], ranks=2)
     agents = [node.agent_pid() for node in cluster.nodes]
@@ -112,13 +114,13 @@ def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
     assert second.digests() == first[:2]
 
 
-def test_an_idle_agent_leaves_by_itself(cluster_of: ClusterOf, stopwatch: Stopwatch) -> None:
-    """Without a client and without work an agent ends; the next save starts another, and what was saved is there."""
+def test_an_idle_agent_exits_by_itself(cluster_of: ClusterOf, stopwatch: Stopwatch) -> None:
+    """An agent without clients and work exits. The next save starts another, and the older checkpoint still loads."""
     cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "2"})
     saved = cluster.run(call(state.save, kinds=["plain"], checkpoint_id="step-1"), nodes=[0, 1])
     agents = [pid for node in cluster.nodes if (pid := node.agent_pid())]
     started = stopwatch.now()
-    assert wait_until_gone(agents, timeout_s=20) == [], "idle for 20 s and still there"
+    assert wait_until_gone(agents, timeout_s=20) == [], "idle agents still run after 20 s"
     assert stopwatch.now() - started < 20
     calls = [
         call(state.save, kinds=["plain"], checkpoint_id="step-2", seed=2),
@@ -129,7 +131,7 @@ def test_an_idle_agent_leaves_by_itself(cluster_of: ClusterOf, stopwatch: Stopwa
 
 @pytest.mark.fault
 def test_an_agent_that_was_killed_is_replaced(cluster_of: ClusterOf) -> None:
-    """A save after the agents of all nodes were killed starts new ones; the old endpoint files mislead nobody."""
+    """The agents of all nodes are killed: the next save starts new ones, in spite of the old endpoint files."""
     cluster = cluster_of(2, quick_exit=False)
     cluster.launch([call(state.save, kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
     for node in cluster.nodes:

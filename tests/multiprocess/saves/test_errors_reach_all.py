@@ -1,4 +1,4 @@
-"""Whatever goes wrong at one rank, in whatever hook of a save or a load: every rank learns it, soon."""
+"""An error or a kill of one rank, in any hook of a save or a load, reaches every rank within seconds."""
 
 import itertools
 
@@ -19,17 +19,17 @@ BY_COORDINATOR = {
     *("save: merge plans", "load: merge plans"),
 }
 BEFORE_DCP = {"load: present", "load: look"}
-"""Before the first collective of DCP, so that each rank raises by itself."""
+"""Hooks before DCP's first collective: each rank raises by itself."""
 WITH_PLANNER = {"save: write", "save: written", "save: receipt", "save: post", "load: read", *PLANNERS}
-"""In planners, and in hooks where one runs: what it raises is not made another error, and here it is taken for its own."""
+"""Planners, and hooks that call one: a planner's error is passed on unchanged, and the test's error counts as its."""
 CASES = [
     (place, error, rank)
     for place, error in itertools.product(PLACES, ERRORS)
     for rank in ((0,) if place in BY_COORDINATOR else (1,))
-    if place != "load: reset"  # ours does not run yet: only that the process is gone can be seen
+    if place != "load: reset"  # our code does not run yet: only the end of the process can be noticed
 ]
 SOME = [*CASES[::5], ("save: set up planner", "Unsendable", 1)]
-"""Some errors in every place, and every error in some place."""
+"""Some errors in every hook, and every error in some hook."""
 TYPED = {
     "EROFS": "StoreDenied",
     "EMFILE": "StoreError",
@@ -37,11 +37,11 @@ TYPED = {
     "EACCES": "StoreDenied",
     "EIO": "StoreError",
 }
-"""What the errors of the operating system become where no code of the user runs."""
+"""Our errors for those of the operating system, in hooks that run no user code."""
 
 
 def expected(case: tuple[str, str, int], at: int) -> str:
-    """The type of the error that the rank `at` finds, raised there or in DCP's exception."""
+    """The type of the error that rank `at` raises by itself, or finds in DCP's exception."""
     place, error, rank = case
     if place not in WITH_PLANNER and error in TYPED:
         return TYPED[error]
@@ -55,9 +55,10 @@ def expected(case: tuple[str, str, int], at: int) -> str:
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("cases", [SOME, long(CASES)], ids=["some", "all"])
 def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tuple[str, str, int]]) -> None:
-    """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on.
+    """Errors of the system, of Python and unpicklable ones, in every hook: all ranks raise, and the next operation
+    works.
 
-    Nothing of a save that failed is left staged on any node.
+    A failed save leaves nothing staged on any node.
     """
     cluster = cluster_of(2, quick_exit=False)
     calls = [call(errors.save_kept), call(errors.breaks_in_turn, cases=cases)]
@@ -65,11 +66,11 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tu
     for number, case in enumerate(cases):
         place, _, rank = case
         for at, outcome in enumerate(outcomes[number] for outcomes in results.of(errors.breaks_in_turn)):
-            is_told_by_dcp = place not in BEFORE_DCP
+            is_raised_by_dcp = place not in BEFORE_DCP
             assert outcome["seconds"] < SOON_S, (case, at, outcome)
-            assert (outcome["caught"] == "CheckpointException") == is_told_by_dcp, (case, at, outcome)
-            told = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # given up meanwhile
-            assert told == {str(rank if is_told_by_dcp else at): expected(case, at)}, (case, at, outcome)
+            assert (outcome["caught"] == "CheckpointException") == is_raised_by_dcp, (case, at, outcome)
+            found = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # aborted meanwhile
+            assert found == {str(rank if is_raised_by_dcp else at): expected(case, at)}, (case, at, outcome)
             assert outcome["staged"] == [], (case, at, outcome)
 
 
@@ -84,8 +85,8 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tu
         *(long(place, 1) for place in sorted(PLACES.keys() - BY_COORDINATOR)),
     ],
 )
-def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank: int) -> None:
-    """SIGKILL at one rank, in any step: the others raise within seconds, not after the time-out of a collective."""
+def test_a_killed_rank_fails_the_others_within_seconds(cluster_of: ClusterOf, place: str, rank: int) -> None:
+    """SIGKILL at one rank, in any hook: the others raise within seconds, before the timeout of a collective."""
     cluster = cluster_of(2, quick_exit=False)
     killed = call(errors.breaks, place=place, error="SIGKILL", rank=rank)
     attempt = cluster.attempt([call(errors.save_kept), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
@@ -94,8 +95,8 @@ def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank:
         assert attempt.of(killed)[other]["seconds"] < SOON_S, attempt
 
 
-def test_a_killed_coordinator_is_missed_where_the_store_lives_on(cluster_of: ClusterOf) -> None:
-    """The c10d store is served by a rank that takes no part: the process of the coordinator is found to be gone."""
+def test_a_killed_coordinator_is_noticed_although_the_c10d_store_lives(cluster_of: ClusterOf) -> None:
+    """A rank outside the group serves the c10d store. The others find that the coordinator's process has ended."""
     cluster = cluster_of(2, quick_exit=False)
     killed = call(errors.breaks_in_group, place="load: look", error="SIGKILL", members=[1, 2], rank=1)
     attempt = cluster.attempt([call(errors.save_kept), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)

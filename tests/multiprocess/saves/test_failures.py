@@ -1,4 +1,4 @@
-"""A rank raises during a save: everybody learns it, nothing is left behind, and what was there before stays."""
+"""A rank raises during a save: every rank gets the error, nothing stays staged, and earlier checkpoints load."""
 
 import time
 
@@ -18,14 +18,16 @@ PHASES = [
     ("write", [2]),
     ("commit", [0]),
 ]
-STAGING_GRACE_S = 5.0  # an agent lets a save that was opened just now be
+STAGING_GRACE_S = 5.0  # an agent does not remove a save that was opened just now
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("phase", "ranks"), mark_long(PHASES, keep=[("write", [2]), ("commit", [0])]))
 def test_a_failing_rank_fails_the_save_for_all(cluster_of: ClusterOf, phase: str, ranks: list[int]) -> None:
-    """Whoever raises, in plan, write or commit: all ranks get its error by its rank, soon, and the old one loads."""
-    # Torch calls no writer between a planner that raises in `finish_plan` and the next save, so the next save cleans up.
+    """A rank raises in plan, write or commit: every rank gets the error and the rank's number, and the old checkpoint
+    loads.
+    """
+    # After an error in `finish_plan` torch calls no writer until the next save, which then cleans up.
     is_noticed = phase != "finish_plan"
     cluster = cluster_of(3)
     save, again = (
@@ -59,7 +61,9 @@ def test_a_failing_rank_fails_the_save_for_all(cluster_of: ClusterOf, phase: str
 
 @pytest.mark.fault
 def test_a_failed_save_of_an_ended_trainer_is_removed_by_the_next_load(cluster_of: ClusterOf) -> None:
-    """What ranks staged and left behind when they ended is no checkpoint, and the next world to look removes it."""
+    """Ranks end after a failed save and leave staged files. These are no checkpoint, and the next world's load removes
+    them.
+    """
     cluster = cluster_of(2)
     calls = [
         call(state.save, kinds=["plain"], checkpoint_id="step-1"),

@@ -1,4 +1,4 @@
-"""What a save says to the agents, and to its ranks, when nothing disturbs it: every save of every node pays for it."""
+"""The requests of an undisturbed save to the agents, and the bytes that its ranks exchange."""
 
 from collections import Counter
 
@@ -10,11 +10,13 @@ from tests.steps import planning, saving, sharing, state
 
 
 @pytest.mark.parametrize("compare_replicas", [16, None])
-def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf, compare_replicas: int | None) -> None:
-    """Three nodes, one rank each: open, the copies, the decision, commit; as many as before there were saves in doubt.
+def test_an_undisturbed_save_sends_only_the_necessary_requests(
+    cluster_of: ClusterOf, compare_replicas: int | None
+) -> None:
+    """Three nodes with one rank each: status, open, copies, decision and commit.
 
-    Of a layout that the nodes have, `.metadata` is not sent again: they take their own. Nor are copies of a state that
-    all ranks have, unless it is not compared.
+    `.metadata` of an unchanged layout is not sent: nodes use their own. Copies of a state that all ranks have are sent
+    only if it is not compared.
     """
     cluster = cluster_of(3)
     calls = [
@@ -43,9 +45,9 @@ def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf, 
 
 
 def test_a_repeated_save_gathers_and_sends_next_to_nothing(cluster_of: ClusterOf) -> None:
-    """Of 1,000 items, from the second save on: under 512 bytes of each rank after planning, and no collective more.
+    """Of 1,000 items each rank sends under 512 bytes after planning from the second save on, in as many collectives.
 
-    What `dcp.save` returns is the whole metadata on every rank all the same, and what a stranger's reader finds is right.
+    `dcp.save` returns the whole metadata on every rank, and `.metadata` is the same on all nodes.
     """
     cluster = cluster_of(2)
     counted = cluster.run(call(planning.count_exchanged, times=4, items=1000), nodes=[0, 1])
@@ -59,8 +61,8 @@ def test_a_repeated_save_gathers_and_sends_next_to_nothing(cluster_of: ClusterOf
     assert len(lying) == 1
 
 
-def test_a_node_with_damaged_metadata_is_sent_it(cluster_of: ClusterOf) -> None:
-    """A node whose copy of the last `.metadata` is damaged gets the bytes; the save holds on every node."""
+def test_a_node_with_damaged_metadata_gets_it_again(cluster_of: ClusterOf) -> None:
+    """A node whose copy of the last `.metadata` is damaged gets the bytes. Afterwards all nodes have the same file."""
     cluster = cluster_of(2)
     counted = cluster.run(call(planning.save_with_metadata_damaged, kinds=["plain"]), nodes=[0, 1])[0]
     assert counted == {"damaged": [1, 1], "intact": [1, 0]}
@@ -69,7 +71,7 @@ def test_a_node_with_damaged_metadata_is_sent_it(cluster_of: ClusterOf) -> None:
 
 
 def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
-    """Every rank, the coordinator among them, opens `.metadata` once in a load, by its id and by "latest"."""
+    """Every rank, also the coordinator, opens `.metadata` once per load, by id and by "latest"."""
     cluster = cluster_of(2)
     calls = [
         call(state.save, kinds=["plain"], checkpoint_id="step-1"),
@@ -78,8 +80,8 @@ def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
     assert cluster.launch(calls, nodes=[0, 0, 1]).of(planning.count_metadata_opened) == [[1, 1]] * 3
 
 
-def test_nodes_that_stay_are_told_once(cluster_of: ClusterOf) -> None:
-    """In a job whose decisions are large: once more only after a rank has lost them. Every checkpoint loads."""
+def test_unchanged_nodes_of_a_decision_are_sent_once(cluster_of: ClusterOf) -> None:
+    """In a job with large decisions a rank that has lost the last one gets it once more. Every checkpoint loads."""
     save = call(sharing.save_as_in_a_large_job, kinds=["plain"], times=5, forgets_at=3)
     loads = [call(state.load, kinds=["plain"], checkpoint_id=f"step-{number}") for number in range(5)]
     results = cluster_of(2).launch([save, *loads], nodes=[0, 0, 1])

@@ -1,4 +1,4 @@
-"""Metrics after a real save and load: what ranks did, and what is left when a node is gone."""
+"""The metrics of agents after a real save and load, and after a node loss."""
 
 import os
 import signal
@@ -22,7 +22,9 @@ def metrics_of(cluster: Cluster, node: int, path: str = "/metrics") -> Mapping[s
 
 
 def test_ranks_report_to_their_own_agents(cluster_of: ClusterOf) -> None:
-    """A save and a load on two nodes with two ranks each; then a load fails; then a node dies, and copies are missing."""
+    """Two nodes with two ranks each save and load. One more load fails. Then a node is lost: the metrics count its
+    copies.
+    """
     cluster, began = cluster_of(2), time.time()
     soon = {"REPLICATED_CKPT_AGENT_LOST_AFTER_S": "2", "REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "0.5"}
     cluster.start_agents({0: soon, 1: soon})

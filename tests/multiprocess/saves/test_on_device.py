@@ -1,4 +1,4 @@
-"""States on a GPU, and the same on the CPU: what is saved is what they were at the call, in every way to save."""
+"""States on a GPU and on the CPU: a checkpoint has the values at the time of the call, in every way to save."""
 
 import signal
 
@@ -16,7 +16,7 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
-    """Although it changes as soon as it may, which is before a GPU has copied it in an overlapped save."""
+    """The state changes as soon as it may. In an overlapped save that is before a GPU has copied it."""
     loads = [call(on_device.load, seed=seed, device=device) for seed, _ in enumerate(WAYS)]
     save = call(on_device.save, ways=WAYS, device=device)
     results = cluster_of(2).launch([save, *loads], nodes=[0, 1])
@@ -27,7 +27,7 @@ def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), ON_GPU])
 def test_trainers_that_are_killed_lose_nothing_that_was_staged(cluster_of: ClusterOf, device: str) -> None:
-    """The agents have the memory that the GPU has copied to."""
+    """The agents hold the memory that the GPU copied to: they commit the save after the trainers are killed."""
     cluster = cluster_of(2)
     attempt = cluster.attempt([call(on_device.save_and_die, device=device)], nodes=[0, 1], grace_s=0.0)
     assert -signal.SIGKILL in attempt.codes, attempt

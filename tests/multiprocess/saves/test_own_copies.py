@@ -1,4 +1,4 @@
-"""Copies that ranks of the buddy node write from their own memory: the same files, and no bytes of shards are sent."""
+"""Ranks of the buddy node write copies from their own replicas: the files are equal, and no bytes of shards are sent."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ NAMES = [f"__{rank}_0.distcp" for rank in range(2)]
 
 
 def check_copies(cluster: Cluster, nodes_of_shard: int = 2) -> None:
-    """Each shard of the newest checkpoint lies on that many nodes, byte for byte the same, and all of it is whole."""
+    """Each shard of the newest checkpoint lies on that many nodes with the same bytes, and the checkpoint is whole."""
     folders = [node.disk / "run" / f"step-{SAVES - 1}" for node in cluster.nodes]
     files: dict[str, list[bytes]] = {}
     for folder in folders:
@@ -34,13 +34,13 @@ def check_copies(cluster: Cluster, nodes_of_shard: int = 2) -> None:
     )
 
 
-def check_none_sent(told: Sequence[dict[str, Any]]) -> None:
-    """The first save sends each copy, as it compares the objects first; later ones send none. All have two copies."""
-    for one in told:
+def check_none_sent(results: Sequence[dict[str, Any]]) -> None:
+    """The first save compares the objects and sends each copy. Later saves send none. All have two copies."""
+    for one in results:
         assert one["sent"] == [1] + [0] * (SAVES - 1)
         assert one["warned"] == [[]] * SAVES
         assert one["own"] == [2] * SAVES
-    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+    assert all(copies == 2 for made in results[0]["made"] for copies in made)
 
 
 CASES = [
@@ -58,7 +58,9 @@ CASES = [
 def test_copies_are_the_owners_files_and_are_not_sent(
     cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, how: dict[str, Any]
 ) -> None:
-    """With plans kept and made anew, with recycled files, where buddies are chosen for it, and without waits for fsyncs."""
+    """With kept and new plans, with recycled files, with buddies chosen for their replicas, and without waiting for
+    fsync.
+    """
     cluster = cluster_of(nodes)
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, **how)
     check_none_sent(cluster.run(step, nodes=range(nodes), ranks=ranks))
@@ -69,27 +71,25 @@ def test_copies_are_the_owners_files_and_are_not_sent(
     ("kind", "nodes", "ranks", "is_async"),
     mark_long([("ddp", 2, 2, False), ("hsdp", 4, 1, False), ("unwrapped", 2, 1, True)], keep=[("ddp", 2, 2, False)]),
 )
-def test_a_rank_state_is_sent_and_nothing_else(
-    cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, is_async: bool
-) -> None:
-    """What a rank alone has lies in a file of its own: the other files are still copied from memory."""
+def test_only_the_rank_state_is_sent(cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, is_async: bool) -> None:
+    """The state that one rank alone has lies in a file of its own. The other files are still copied from memory."""
     cluster = cluster_of(nodes)
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_own=True, is_async=is_async)
-    told = cluster.run(step, nodes=range(nodes), ranks=ranks)
-    for rank, one in enumerate(told):
+    results = cluster.run(step, nodes=range(nodes), ranks=ranks)
+    for rank, one in enumerate(results):
         assert one["own"] == [2] * SAVES
         assert one["warned"] == [[]] * SAVES
         if not is_async:
             assert all(names == [f"__{rank}_{Part.REST}.distcp"] for names in one["names"][1:])
-    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+    assert all(copies == 2 for made in results[0]["made"] for copies in made)
     if is_async:
         files = [path for node in cluster.nodes for path in (node.disk / "run" / f"step-{SAVES - 1}").glob("*.distcp")]
         assert {path.name for path in files} == {f"__{rank}_{part}.distcp" for rank in range(nodes) for part in (0, 2)}
     check_copies(cluster)
 
 
-def test_a_node_that_is_lost_is_read_from_such_a_copy(cluster_of: ClusterOf) -> None:
-    """The copies are as good as any: after the loss of either node the other one has everything."""
+def test_a_lost_node_is_read_from_a_copy_that_its_buddy_wrote(cluster_of: ClusterOf) -> None:
+    """After the loss of either node the other one loads everything from its own store."""
     cluster = cluster_of(2)
     save = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True)
     check_none_sent(cluster.run(save, nodes=[0, 1]))
@@ -101,23 +101,23 @@ def test_a_node_that_is_lost_is_read_from_such_a_copy(cluster_of: ClusterOf) -> 
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), *mark_long([(2, 2), (4, 1)], keep=[])])
-def test_agents_write_such_copies_of_asynchronous_saves(cluster_of: ClusterOf, nodes: int, ranks: int) -> None:
-    """They send the copies of the first save only."""
+def test_agents_write_own_copies_of_asynchronous_saves(cluster_of: ClusterOf, nodes: int, ranks: int) -> None:
+    """Only the copies of the first save are sent."""
     cluster = cluster_of(nodes)
     kind = "hsdp" if nodes == 4 else "unwrapped"
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_async=True, retention=1)
-    told = cluster.run(step, nodes=range(nodes), ranks=ranks)
-    assert all(copies == 2 for made in told[0]["made"] for copies in made)
-    assert all(one["warned"] == [[]] * SAVES for one in told)
-    assert all(one["own"] == [2] * SAVES for one in told)
-    first, *later = told[0]["seconds"]
+    results = cluster.run(step, nodes=range(nodes), ranks=ranks)
+    assert all(copies == 2 for made in results[0]["made"] for copies in made)
+    assert all(one["warned"] == [[]] * SAVES for one in results)
+    assert all(one["own"] == [2] * SAVES for one in results)
+    first, *later = results[0]["seconds"]
     assert all(spent > 0 for spent in first)
     assert later == [[0.0] * (nodes * ranks)] * (SAVES - 1)
     check_copies(cluster)
 
 
-def test_copies_are_sent_where_one_that_differs_would_fail_the_save(cluster_of: ClusterOf) -> None:
-    """With on_degraded="raise": the owner sends every copy."""
+def test_copies_are_sent_if_a_differing_copy_would_fail_the_save(cluster_of: ClusterOf) -> None:
+    """With on_degraded="raise" the owner sends every copy."""
     cluster = cluster_of(2)
     step = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True, on_degraded="raise")
     for one in cluster.run(step, nodes=[0, 1]):
@@ -127,30 +127,33 @@ def test_copies_are_sent_where_one_that_differs_would_fail_the_save(cluster_of: 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("how", ["warn", "raise"])
-def test_a_replica_that_has_diverged_makes_no_copy(cluster_of: ClusterOf, how: str, is_async: bool) -> None:
-    """Its file does not count: a warning. The next save sends, and names the values. With "raise" all copies are sent."""
+def test_a_diverged_replica_does_not_count_as_a_copy(cluster_of: ClusterOf, how: str, is_async: bool) -> None:
+    """The save warns that its file is no copy. The next save sends the copy and names the diverged values.
+
+    With on_degraded="raise" all copies are sent.
+    """
     cluster = cluster_of(2)
     step = call(replicas.diverge_and_save, is_async=is_async, on_degraded=how, compare_replicas=1000)
-    told = cluster.run(step, nodes=[0, 1])
-    assert told[0][:2] == [[], []]
+    results = cluster.run(step, nodes=[0, 1])
+    assert results[0][:2] == [[], []]
     if how == "warn":
-        assert told[0][2:] == [["no copy of"], ["diverged"]]
+        assert results[0][2:] == [["no copy of"], ["diverged"]]
     else:
-        assert not any("no copy of" in one or isinstance(one, dict) for one in told[0])
+        assert not any("no copy of" in one or isinstance(one, dict) for one in results[0])
     check_copies(cluster)
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_with_local_ranks_help_where_training_does_not_wait(cluster_of: ClusterOf, *, is_async: bool) -> None:
-    """The second copy of an asynchronous save is there at the commit. A synchronous save leaves all copies to agents."""
+def test_with_ack_local_buddies_copy_only_asynchronous_saves(cluster_of: ClusterOf, *, is_async: bool) -> None:
+    """An asynchronous save has its second copy at the commit. A synchronous save leaves all copies to the agents."""
     cluster = cluster_of(2)
     save = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True, is_async=is_async, ack="local")
     made = call(peers.copies_made, checkpoint_id=f"run/step-{SAVES - 1}", names=NAMES, copies=2, within_s=20.0)
     results = cluster.launch([save, made], nodes=[0, 1])
-    told = results.of(replicas.save_repeatedly)
-    first, *later = told[0]["made"]
+    saved = results.of(replicas.save_repeatedly)
+    first, *later = saved[0]["made"]
     assert first == [1, 1]
     assert later == [[2, 2] if is_async else [1, 1]] * (SAVES - 1)
-    assert all(one["warned"] == [[]] * SAVES and one["sent"] == [0] * SAVES for one in told)
+    assert all(one["warned"] == [[]] * SAVES and one["sent"] == [0] * SAVES for one in saved)
     assert results.of(peers.copies_made) == [2, 2]
     check_copies(cluster)

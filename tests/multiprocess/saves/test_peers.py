@@ -1,4 +1,4 @@
-"""Copies on peers: made when promised, on another node when a peer fails, and said to be missing when there is none."""
+"""Copies on peers: made as `ack` promises, on another node if a peer fails, and reported if none can take them."""
 
 import os
 from typing import Any
@@ -25,7 +25,9 @@ def load(checkpoint_id: str, ranks: int) -> Call[Any]:
 
 @pytest.mark.parametrize("ack", mark_long(["local", "peer-memory"], keep=["local"]))
 def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, ack: str) -> None:
-    """With ack="local" the buddies fetch their copies after the commit; then a lost node costs nothing."""
+    """With ack="local" and "peer-memory" the copies are on disk soon after the save. Afterwards one node holds
+    everything.
+    """
     cluster = cluster_of(2)
     calls = [
         call(peers.save_pieces, checkpoint_id="step-1", count=COUNT, ack=ack),
@@ -41,10 +43,11 @@ def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", mark_long(["flip", "truncate", "remove"], keep=["flip"]))
-def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage: str) -> None:
-    """A flipped bit, a short file or none in the own store: the bytes come from the peer, and the report says so.
+def test_a_peers_copy_replaces_a_damaged_one(cluster_of: ClusterOf, damage: str) -> None:
+    """A shard of the own store has a flipped bit, is short or missing: the bytes come from the peer.
 
-    The agent sees by itself that a file is short or gone, and may have mended it before the load.
+    The report names a bad checksum. The agent notices a short or missing file by itself, and may replace it before the
+    load.
     """
     cluster = cluster_of(2)
     cluster.launch([call(peers.save_pieces, checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
@@ -69,7 +72,7 @@ def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage
 
 @pytest.mark.fault
 def test_another_node_takes_the_copy_of_a_killed_agent(cluster_of: ClusterOf) -> None:
-    """An agent that is killed in the middle of a transfer costs seconds: the copies are made, and any node can be lost."""
+    """An agent is killed during a transfer: the save still makes every copy, within 30 s, and any node may be lost."""
     cluster = cluster_of(3)
     calls = [
         call(peers.save_while_an_agent_fails, checkpoint_id="step-1", victim=1, how="SIGKILL", count=COUNT),
@@ -91,9 +94,9 @@ def test_another_node_takes_the_copy_of_a_killed_agent(cluster_of: ClusterOf) ->
 
 @pytest.mark.fault
 def test_a_stopped_agent_degrades_the_save_and_catches_up(cluster_of: ClusterOf) -> None:
-    """With nobody else to take the copy, the save ends in time and says what is missing; later the copy is made up.
+    """No other node can take the copy: the save ends in time and names the missing copy, which is made later.
 
-    It is over then on the rank of the stopped agent, too, whose node cannot publish it.
+    The save also returns on the rank of the stopped agent, whose node cannot publish it.
     """
     cluster = cluster_of(2)
     calls = [
@@ -113,7 +116,7 @@ def test_a_stopped_agent_degrades_the_save_and_catches_up(cluster_of: ClusterOf)
 
 @pytest.mark.fault
 def test_a_missing_copy_fails_the_save_if_asked_to(cluster_of: ClusterOf) -> None:
-    """With on_degraded="raise" every rank learns that copies are missing, and the checkpoint before it still loads."""
+    """With on_degraded="raise" every rank raises AckNotReached, and the previous checkpoint loads."""
     cluster = cluster_of(2)
     calls = [
         call(peers.save_pieces, checkpoint_id="step-1", count=COUNT),
@@ -135,8 +138,8 @@ def test_a_missing_copy_fails_the_save_if_asked_to(cluster_of: ClusterOf) -> Non
 
 
 @pytest.mark.fault
-def test_agents_told_to_stop_open_the_save_that_their_ranks_have_begun(cluster_of: ClusterOf) -> None:
-    """SIGTERM to all of them once the ranks have presented the nodes: the save has its copies, and they leave after it."""
+def test_agents_that_get_sigterm_complete_a_begun_save(cluster_of: ClusterOf) -> None:
+    """All agents get SIGTERM after the ranks registered the nodes: the save gets its copies, and then the agents exit."""
     cluster = cluster_of(2)
     calls = [call(peers.save_pieces_told_to_stop, checkpoint_id="step-1", count=COUNT), load("latest", 2)]
     results = cluster.launch(calls, nodes=[0, 1])

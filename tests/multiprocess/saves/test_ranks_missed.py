@@ -1,4 +1,4 @@
-"""Of many ranks one ends, or leaves, in the middle of a save or a load: each of the others learns it, and lives on."""
+"""One of many ranks ends or leaves during a save or a load: each other rank raises soon, and lives on."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fault
 
 SOON_S = 10.0
 MEMBERS = [1, 2, 3, 4]
-"""Of five ranks, of which the first serves the c10d store and takes no part."""
+"""Four of five ranks. Rank 0 serves the c10d store and takes no part."""
 BY_COORDINATOR = {
     *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
     *("load: look", "load: plan"),
@@ -25,8 +25,8 @@ SOME = [("save: write", 3), ("save: finish", 0)]
 ALL = [(place, rank) for place in PLACES for rank in ([0] if place in BY_COORDINATOR else [0, 2, 3])]
 
 
-def what_the_others_learn(attempt: Attempt, killed: int) -> list[dict[str, Any]]:
-    """What each rank that lives on has found: typed, and soon."""
+def errors_of_survivors(attempt: Attempt, killed: int) -> list[dict[str, Any]]:
+    """The result of each surviving rank: RankFailed, within seconds."""
     assert attempt.codes[killed] == -9
     learned, found_by_rank = [], attempt.of(missing.breaks_among_many)
     for other in set(MEMBERS) - {killed}:
@@ -42,28 +42,28 @@ def what_the_others_learn(attempt: Attempt, killed: int) -> list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("place", "rank"), [*SOME, *(long(place, rank) for place, rank in ALL if (place, rank) not in SOME)]
 )
-def test_a_rank_that_is_killed_is_missed_by_each_of_many(cluster_of: ClusterOf, place: str, rank: int) -> None:
-    """Also by those that gloo does not tell, as their neighbours live on: typed, with its number, and soon."""
+def test_a_killed_rank_is_named_by_each_of_many(cluster_of: ClusterOf, place: str, rank: int) -> None:
+    """Ranks that gloo does not inform, because their neighbours live on, name the killed rank too."""
     cluster, killed = cluster_of(2), MEMBERS[rank]
     step = call(missing.breaks_among_many, place=place, error="SIGKILL", rank=killed, members=MEMBERS)
-    for found in what_the_others_learn(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed):
+    for found in errors_of_survivors(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed):
         assert f"rank {rank} has ended" in found["text"], found
-        if rank != 0:  # else agents remove what is staged, a minute later
+        if rank != 0:  # a dead coordinator's staged files are removed by agents, a minute later
             assert found["staged"] == []
 
 
-def test_a_rank_alone_on_its_host_is_missed_by_all(cluster_of: ClusterOf) -> None:
-    """No rank sees its process: its neighbours in the collective learn of it, as their connections to it are closed."""
+def test_a_killed_rank_alone_on_its_host_fails_the_others(cluster_of: ClusterOf) -> None:
+    """No other rank sees its process. The neighbours in the collective notice the closed connections."""
     cluster, killed = cluster_of(2), 3
     where = "save: write"
     step = call(missing.breaks_among_many, place=where, error="SIGKILL", rank=killed, members=MEMBERS, are_seen=False)
-    what_the_others_learn(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed)
+    errors_of_survivors(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed)
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: ClusterOf) -> None:
-    """SIGINT in a collective: that rank raises it soon, the others learn of it, and a save in a new group holds.
+def test_a_rank_interrupted_in_a_collective_fails_the_others(cluster_of: ClusterOf) -> None:
+    """The interrupted rank raises KeyboardInterrupt soon, the others RankFailed. A save in a new group succeeds.
 
-    The group is out of step: the next save in it says so on every rank, at once.
+    The old group is out of step: the next save in it raises on every rank at once.
     """
     ranks = 4
     results = cluster_of(2).run(call(missing.interrupted_while_it_waits, slow=3), nodes=[0, 1], ranks=2)
@@ -81,7 +81,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: 
 
 
 def test_a_rank_that_is_stopped_is_named(cluster_of: ClusterOf) -> None:
-    """Once the time-out of the group is over: by all ranks, with its process, and not the ranks that have failed since."""
+    """After the group's timeout every rank names the stopped rank and its process, and no rank that failed since."""
     stopped = 1
     results = cluster_of(1).run(call(missing.stops_among_many, stopped=stopped), nodes=[0], ranks=3)
     for found in results:
@@ -91,8 +91,11 @@ def test_a_rank_that_is_stopped_is_named(cluster_of: ClusterOf) -> None:
             assert f"kill -CONT {found['pid']}" in found["hint"], found
 
 
-def test_ranks_that_call_torchs_collectives_take_part(cluster_of: ClusterOf) -> None:
-    """What goes over the wire is the same, so that a rank that fails before the first hook of ours keeps none waiting."""
+def test_our_collectives_work_with_ranks_in_torchs(cluster_of: ClusterOf) -> None:
+    """Our collectives send the same messages as torch's.
+
+    A rank that fails before our first hook, and so is in torch's collective, therefore blocks no other.
+    """
     ranks = 4
     lengths = [10 ** (rank + 1) for rank in range(ranks)]
     results = cluster_of(1).run(call(missing.take_turns_with_torch), nodes=[0], ranks=ranks)
@@ -104,12 +107,12 @@ def test_ranks_that_call_torchs_collectives_take_part(cluster_of: ClusterOf) -> 
 LATE = [("save", 0), ("load", 2), ("manager", 1)]
 
 
-def test_a_rank_that_does_not_come_is_named(cluster_of: ClusterOf) -> None:
-    """Whatever the ranks wait in: after half a minute one of them names, once, those that take no part."""
+def test_a_late_rank_is_named(cluster_of: ClusterOf) -> None:
+    """In any wait: after half a minute one rank logs one line that names the absent ranks."""
     cluster = cluster_of(2)
     waits = [call(missing.waits_for_late, verb=verb, late=late) for verb, late in LATE]
     results = cluster.launch(waits, nodes=[0, 1], ranks=[1, 2])
     for wait, (verb, late) in zip(waits, LATE, strict=True):
-        said = [line for lines in results.of(wait) for line in lines]
-        assert len(said) == 1, (verb, late, said)
-        assert said[0].endswith(f" for ranks {late}, which are busy or have not made this call"), (verb, late, said)
+        logged = [line for lines in results.of(wait) for line in lines]
+        assert len(logged) == 1, (verb, late, logged)
+        assert logged[0].endswith(f" for ranks {late}, which are busy or have not made this call"), (verb, late, logged)

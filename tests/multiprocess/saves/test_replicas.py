@@ -1,4 +1,4 @@
-"""Replicas that have diverged are named by the saves, and replicas that are alike are not."""
+"""Saves name replicas that have diverged, and no others."""
 
 import json
 import urllib.request
@@ -23,11 +23,11 @@ PARTS = 4
 STATES = ["ddp", "hsdp", "hsdp1", "unwrapped"]
 
 
-def _check_named(told: Sequence[dict[str, Any]]) -> int:
-    """Each flip is named with the rank that has it, and nothing else is; returns how many there were."""
+def _check_named(results: Sequence[dict[str, Any]]) -> int:
+    """Each flip is named with its rank, and nothing else is. Returns the number of flips."""
     count = 0
-    for number, named in enumerate(told[0]["named"]):
-        flips = {name: rank for rank, one in enumerate(told) for name in one["flipped"][number]}
+    for number, named in enumerate(results[0]["named"]):
+        flips = {name: rank for rank, one in enumerate(results) for name in one["flipped"][number]}
         by_name = {name: groups for name, _, groups in named}
         assert by_name.keys() == flips.keys(), f"round {number}"
         for name, groups in by_name.items():
@@ -38,7 +38,7 @@ def _check_named(told: Sequence[dict[str, Any]]) -> int:
 
 
 def metrics_of(root: Path) -> str:
-    """What the node's agent answers to Prometheus; a command has started it."""
+    """The /metrics of the node's agent, which a command has started."""
     endpoint = read_endpoint(LocalStore(root).agent_directory())
     assert endpoint is not None
     request = urllib.request.Request(
@@ -49,28 +49,29 @@ def metrics_of(root: Path) -> str:
 
 
 def verified(cluster: Cluster) -> None:
-    """The newest checkpoint is whole, whatever the values in it are."""
+    """The newest checkpoint passes `verify`, whatever its values are."""
     assert main(["verify", "--root", str(cluster.nodes[0].disk), "latest"]) in (ExitCode.OK, ExitCode.UNREACHABLE)
 
 
 def _flip(cluster: Cluster, kind: str, rounds: int, *, is_async: bool) -> int:
     count, seed = 0, 100 if is_async else 0
-    told = cluster.run(
+    results = cluster.run(
         call(replicas.flip_and_save, kind=kind, seed=seed, rounds=rounds, parts=PARTS, is_async=is_async),
         nodes=[0, 1],
         ranks=2,
         timeout_s=3000,
     )
-    count += _check_named(told)
+    count += _check_named(results)
     return count
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", STATES)
-def test_each_flipped_bit_is_named_within_the_saves_of_one_turn(
-    cluster_of: ClusterOf, kind: str, is_async: bool
-) -> None:
-    """Of DDP, HSDP by FSDP2 and by FSDP1, and plain tensors: name and rank. What changes after the staging is not."""
+def test_each_flipped_bit_is_named_within_one_round_of_saves(cluster_of: ClusterOf, kind: str, is_async: bool) -> None:
+    """For DDP, HSDP of FSDP1 and FSDP2, and plain tensors: the save names value and rank.
+
+    Values that change after staging are not named.
+    """
     cluster = cluster_of(2)
     assert _flip(cluster, kind, rounds=2, is_async=is_async) >= 4
     verified(cluster)
@@ -81,15 +82,15 @@ def test_each_flipped_bit_is_named_within_the_saves_of_one_turn(
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", STATES)
 def test_a_thousand_flips_are_named(cluster_of: ClusterOf, kind: str, is_async: bool) -> None:
-    """A thousand over the eight cases."""
+    """A thousand flips over the eight cases."""
     cluster = cluster_of(2)
     assert _flip(cluster, kind, rounds=28, is_async=is_async) >= 125
 
 
 @pytest.mark.parametrize(("kind", "saves"), mark_long([("ddp", 12), ("hsdp", 500), ("ddp", 500)], keep=[("ddp", 12)]))
 @pytest.mark.timeout(3600)
-def test_a_run_whose_replicas_agree_raises_no_alarm(cluster_of: ClusterOf, kind: str, saves: int) -> None:
-    """With other data on each rank, as in training."""
+def test_equal_replicas_raise_no_warning(cluster_of: ClusterOf, kind: str, saves: int) -> None:
+    """Each rank trains on other data."""
     cluster = cluster_of(2)
     found = cluster.run(
         call(replicas.train_and_save, kind=kind, saves=saves, parts=2), nodes=[0, 1], ranks=2, timeout_s=3000
@@ -99,7 +100,10 @@ def test_a_run_whose_replicas_agree_raises_no_alarm(cluster_of: ClusterOf, kind:
 
 
 def test_objects_of_ranks_are_named_once(cluster_of: ClusterOf) -> None:
-    """Equal ones are not, whatever pickle makes of them; nor what may differ, by its name or as a RankState."""
+    """Objects that differ are named once. Equal ones are not, even if pickle makes other bytes of them.
+
+    Names in `may_differ`, and a RankState, may differ.
+    """
     cluster = cluster_of(2)
     first, second = cluster.run(call(replicas.save_objects), nodes=[0, 1])
     assert [[list(one) for one in found] for found in first["found"]] == [[["loader.position", True]], []]
@@ -108,19 +112,19 @@ def test_objects_of_ranks_are_named_once(cluster_of: ClusterOf) -> None:
     assert "RankState" in warning
     assert again == []
     assert second["warned"] == [[], []]
-    # Pickle gives other bytes for equal sets: that copy does not count, and an agent makes it after the save.
+    # Pickle makes other bytes of equal sets: the buddy's file is no copy, and an agent makes one after the save.
     args = ["verify", "--root", str(cluster.nodes[0].disk), "latest"]
     wait_for(lambda: main(args) in (ExitCode.OK, ExitCode.UNREACHABLE) or None, 30, "each copy")
 
 
 def test_a_finding_is_kept_with_the_checkpoint(cluster_of: ClusterOf) -> None:
-    """A warning on rank 0, a line of `show` and of `status`, and a metric of the agents."""
+    """Rank 0 warns, `show` and `status` print a line, and the agents count it in a metric."""
     cluster = cluster_of(3)
-    told = cluster.run(
+    results = cluster.run(
         call(replicas.save_diverged, checkpoint_id="run/step-1", compare_replicas="all"), nodes=[0, 1, 2]
     )
-    (warning,) = told[0]["warned"]
-    assert [one["warned"] for one in told[1:]] == [[], []]
+    (warning,) = results[0]["warned"]
+    assert [one["warned"] for one in results[1:]] == [[], []]
     assert "weight: saved from rank " in warning
     assert "other bytes on " in warning
     root = cluster.nodes[0].disk
@@ -137,8 +141,8 @@ def test_a_finding_is_kept_with_the_checkpoint(cluster_of: ClusterOf) -> None:
     verified(cluster)
 
 
-def test_a_save_can_fail_on_it(cluster_of: ClusterOf) -> None:
-    """On every rank, before the commit: the checkpoint of before stands. An allowed name fails nothing."""
+def test_a_divergence_can_fail_the_save(cluster_of: ClusterOf) -> None:
+    """With on_divergence="raise" every rank raises before the commit. A name in `may_differ` fails nothing."""
     cluster = cluster_of(2)
     options: dict[str, Any] = {"compare_replicas": "all", "on_divergence": "raise"}
     calls = [
@@ -149,9 +153,9 @@ def test_a_save_can_fail_on_it(cluster_of: ClusterOf) -> None:
     results = cluster.launch(calls, nodes=[0, 1])
     alike, apart, allowed = (list(results.of(step)) for step in calls)
     assert alike == allowed == [{"warned": []}] * 2
-    for told in apart:
-        assert "ReplicasDiverged" in json.dumps(told)
-        assert "weight" in json.dumps(told)
+    for outcome in apart:
+        assert "ReplicasDiverged" in json.dumps(outcome)
+        assert "weight" in json.dumps(outcome)
     _, listed = as_json("ls", "--root", cluster.nodes[0].disk, "--start-agents")
     assert sorted(one["checkpoint_id"] for one in listed["checkpoints"]) == ["run/step-1", "run/step-3"]
     verified(cluster)

@@ -1,4 +1,4 @@
-"""What a save promises: every option, every planner, every odd use that DCP allows."""
+"""The promises of a save, with every option and planner and with rare uses that DCP allows."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from tests.steps import loss, planning, saving, state
 
 KINDS = ["plain", "meshes"]
 NEEDS_RANK_0 = torch.__version__ < TorchVersion("2.8")
-"""DCP takes the coordinator's rank in a group for one of the world, whatever the storage."""
+"""This DCP uses the coordinator's rank in its group as a rank of the world, with any storage."""
 
 
 def save(checkpoint_id: str, seed: int = 0, **writer: object) -> Call[Any]:
@@ -31,7 +31,7 @@ def load(checkpoint_id: str) -> Call[Any]:
 
 
 def test_cached_plans_do_not_carry_one_save_into_the_next(cluster_of: ClusterOf) -> None:
-    """With plan caching three saves of changing values are three checkpoints, each with its own values."""
+    """With plan caching, three saves of changing values are three checkpoints with their own values."""
     ids = ["step-1", "step-2", "step-3"]
     save, loads = call(saving.save_with_cached_plans, kinds=KINDS, checkpoint_ids=ids), [load(name) for name in ids]
     latest = load("latest")
@@ -44,7 +44,10 @@ def test_cached_plans_do_not_carry_one_save_into_the_next(cluster_of: ClusterOf)
 
 @pytest.mark.long
 def test_one_planner_serves_saves_of_any_states(cluster_of: ClusterOf) -> None:
-    """CachedSavePlanner: alike, changed, broken off or refused in between, each save is of its own values, and loads."""
+    """A CachedSavePlanner saves equal, changed and again equal states, with a failed and a refused save in between.
+
+    Each checkpoint loads with its own values.
+    """
     saves = [["fsdp2", "plain"], ["fsdp2", "plain"], ["plain"], ["fsdp2", "plain"], ["fsdp2", "plain"], ["fsdp2"]]
     save = call(planning.save_again_and_again, saves=saves, breaks_at=3, forgets_at=4)
     load_by_id = {
@@ -61,7 +64,7 @@ def test_one_planner_serves_saves_of_any_states(cluster_of: ClusterOf) -> None:
 
 
 def test_every_shard_is_on_two_nodes_and_every_node_has_the_metadata(cluster_of: ClusterOf) -> None:
-    """Three nodes, two copies: each shard lies in two stores, metadata and manifest in all, and nothing in staging."""
+    """Three nodes, two copies: two stores have each shard, all have metadata and manifest, and nothing is staged."""
     cluster = cluster_of(3)
     results = cluster.launch([save("step-1"), call(state.save_report), load("step-1")], nodes=[0, 1, 2])
     held = [cluster.nodes[node].files("step-1") for node in range(3)]
@@ -77,7 +80,9 @@ def test_every_shard_is_on_two_nodes_and_every_node_has_the_metadata(cluster_of:
 
 
 def test_an_existing_checkpoint_is_replaced_unless_that_is_refused(cluster_of: ClusterOf) -> None:
-    """overwrite=False: a second save to an id fails on every rank and changes nothing. By default it replaces the first."""
+    """With overwrite=False a second save under an id fails on every rank and changes nothing. By default it replaces
+    the first.
+    """
     first, second = save("step-1", seed=0), save("step-1", seed=2)
     refused = call(state.save_fails, kinds=KINDS, checkpoint_id="step-1", seed=1, overwrite=False)
     load_first, load_second = load("step-1"), load("step-1")
@@ -91,7 +96,7 @@ def test_an_existing_checkpoint_is_replaced_unless_that_is_refused(cluster_of: C
 
 
 def test_old_checkpoints_are_retired_on_every_node(cluster_of: ClusterOf) -> None:
-    """The newest two stay; a node that is lost and replaced loads the latest, and nothing old comes back to it."""
+    """The newest two stay. A replaced node loads the latest, and no old checkpoint is copied to it."""
     ids = [f"step-{number}" for number in range(1, 6)]
     cluster = cluster_of(2)
     keep = call(saving.save_keeping, kinds=KINDS, checkpoint_ids=ids, keep_last=2)
@@ -106,8 +111,8 @@ def test_old_checkpoints_are_retired_on_every_node(cluster_of: ClusterOf) -> Non
     assert results.all_warnings == []
 
 
-def test_names_of_any_kind_work_on_all_nodes(cluster_of: ClusterOf, capsys: pytest.CaptureFixture[str]) -> None:
-    """Spaces, letters of any script and `# ' ( &`: saved, copied, listed, verified, retired, and loaded from a peer."""
+def test_ids_of_any_characters_work_on_all_nodes(cluster_of: ClusterOf, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids with spaces, any script and `# ' ( &` are saved, copied, listed, verified, retired and loaded from a peer."""
     ids = [f"läufe #1, it's (step {number}) & 実験" for number in range(1, 5)]
     cluster = cluster_of(2)
     results = cluster.launch([call(saving.save_keeping, kinds=KINDS, checkpoint_ids=ids, keep_last=2)], nodes=[0, 1])
@@ -124,19 +129,19 @@ def test_names_of_any_kind_work_on_all_nodes(cluster_of: ClusterOf, capsys: pyte
     listed = capsys.readouterr().out
     assert all(checkpoint_id in listed for checkpoint_id in ids[2:])
     assert main(["verify", "--root", root, ids[3]]) in (ExitCode.OK, ExitCode.UNREACHABLE)
-    said = capsys.readouterr().out  # the job is over, and its agents may have left
-    assert "intact" in said or "all that was read is intact" in said
+    printed = capsys.readouterr().out  # the job is over; its agents may have exited
+    assert "intact" in printed or "all that was read is intact" in printed
     assert results.all_warnings == []
 
 
 def test_copies_on_one_host_are_warned_of_and_counted(
     cluster_of: ClusterOf, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two roots on one machine without domains: one warning of the save, and `ls` and `status` count hosts."""
+    """Two roots on one host without domains: the save warns once, and `ls` and `status` count hosts."""
     cluster = cluster_of(2, environment={DOMAIN_ENV: ""})
     results = cluster.launch([save("step-1"), load("latest")], nodes=[0, 1])
-    (said,) = results.all_warnings
-    assert "the 2 nodes of this save are on 1 host" in said
+    (warning,) = results.all_warnings
+    assert "the 2 nodes of this save are on 1 host" in warning
     root = str(cluster.nodes[0].root)
     for verb in ("ls", "status"):
         main([verb, "--root", root])
@@ -146,8 +151,8 @@ def test_copies_on_one_host_are_warned_of_and_counted(
     assert main(["verify", "--root", root, "step-1"]) == ExitCode.OK
 
 
-def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: ClusterOf) -> None:
-    """A user's files on one node stay there through saves and retention, and no other node gets them."""
+def test_a_save_keeps_user_files_in_its_directory(cluster_of: ClusterOf) -> None:
+    """A user's files on one node survive saves and retention, and are copied to no other node."""
     cluster = cluster_of(2)
     for checkpoint_id in ("step-1", "step-3"):
         folder = cluster.nodes[1].root / checkpoint_id / "tokenizer"
@@ -159,8 +164,8 @@ def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: Clust
     replacing = save("step-3", seed=7)
     again = cluster.launch([replacing, load("step-3"), save("step-3", seed=7)], nodes=[0, 1])
     assert again.of(state.load).digests() == again.of(replacing)
-    (told,) = again.all_warnings  # this job has neither loaded nor saved that run before
-    assert "this save replaces the checkpoint 'step-3' of run" in told
+    (warning,) = again.all_warnings  # this job has not loaded or saved that run before
+    assert "this save replaces the checkpoint 'step-3' of run" in warning
     assert not (cluster.nodes[0].root / "step-1").exists()
     for checkpoint_id in ("step-1", "step-3"):
         assert (cluster.nodes[1].root / checkpoint_id / "tokenizer" / "vocab.txt").read_text() == checkpoint_id
@@ -168,7 +173,7 @@ def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: Clust
 
 @pytest.mark.long
 def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> None:
-    """Steps, notes and the best one: alike on all ranks and from a blank node; rank 1's metrics count nowhere."""
+    """Steps, notes and the best step are equal on all ranks, also on a blank node. Rank 1's metrics are ignored."""
     cluster = cluster_of(2)
     (saved,) = {str(found) for found in cluster.run(call(saving.manage_steps, steps=3), nodes=[0, 1])}
     cluster.nodes[0].lose()
@@ -178,8 +183,10 @@ def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> N
     )
 
 
-def test_an_unexpected_error_reaches_all_that_agree(cluster_of: ClusterOf) -> None:
-    """As when a step is deleted: a rank that fails in its own way raises that, and no other waits for it."""
+def test_an_unexpected_error_reaches_all_ranks(cluster_of: ClusterOf) -> None:
+    """During an agreement, e.g. to delete a step, a rank raises its own error. The others raise RankFailed and do not
+    wait.
+    """
     other, own = cluster_of(2).run(call(saving.agree_where_one_breaks), nodes=[0, 1])
     assert other.startswith("RankFailed: Rank 1 failed with OSError: it breaks on purpose.")
     assert own == "OSError: it breaks on purpose"
@@ -187,14 +194,14 @@ def test_an_unexpected_error_reaches_all_that_agree(cluster_of: ClusterOf) -> No
 
 @pytest.mark.parametrize("closes_late", mark_long([False, True], keep=[False]))
 def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf, closes_late: bool) -> None:
-    """Threads of gloo that outlive the interpreter abort the process: after `destroy_process_group` there are none.
+    """Gloo's threads abort the process at its exit: after `destroy_process_group` and `close` there are none.
 
-    A manager, or what an integration holds, may also be closed once the program has destroyed the groups.
+    Managers may also be closed after the program has destroyed the groups.
     """
     counting = call(saving.count_threads_of_gloo, closes_late=closes_late)
     for found in cluster_of(2).run(counting, nodes=[0, 1]):
         if found["before"] == 0:
-            pytest.skip("this torch gives the threads of gloo no name")
+            pytest.skip("the gloo threads of this torch have no name")
         assert found["before"] > 6
         assert (found["destroyed"] > 0) == closes_late
         assert found["after"] == 0
@@ -202,11 +209,13 @@ def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf, clos
 
 @pytest.mark.parametrize("ends_before", [False, True])
 def test_a_save_whose_groups_were_destroyed_is_named(cluster_of: ClusterOf, ends_before: bool) -> None:
-    """Its step, what stands, and what to do; one that had ended by then is there, and nothing is raised."""
+    """The error names the lost step, the newest remaining one, and the next step. A save that had ended by then raises
+    nothing.
+    """
     cluster = cluster_of(2)
     destroying = call(saving.destroy_groups_behind_a_save, ends_before=ends_before)
-    for said in cluster.run(destroying, nodes=[0, 1]):
-        assert ("'step-2' is lost" in said and "before destroy_process_group" in said) != ends_before
+    for message in cluster.run(destroying, nodes=[0, 1]):
+        assert ("'step-2' is lost" in message and "before destroy_process_group" in message) != ends_before
     there = {"step-1", "step-2"} if ends_before else {"step-1"}
     assert [node.checkpoints() for node in cluster.nodes] == [there] * 2
     for name in there:
@@ -214,7 +223,7 @@ def test_a_save_whose_groups_were_destroyed_is_named(cluster_of: ClusterOf, ends
 
 
 def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
-    """On both nodes at once, all ranks hear the same, and re-protection brings nothing back."""
+    """`delete` removes the step on both nodes, returns the same on all ranks, and no copy comes back."""
     cluster = cluster_of(2)
     cluster.launch([call(saving.manage_steps, steps=3)], nodes=[0, 1])
     deleted = cluster.run(call(saving.delete_steps, steps=[1, 3, 9]), nodes=[0, 1])
@@ -226,7 +235,7 @@ def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
 
 
 def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
-    """Ranks that derive the id from their own clocks learn who said what, on every rank, and nothing is written."""
+    """Ranks with ids from their own clocks raise, name every rank's id, and write nothing."""
     cluster = cluster_of(2)
     calls = [save("step-1"), call(saving.save_under_own_id, kinds=KINDS), call(loss.staging_left), load("latest")]
     results = cluster.launch(calls, nodes=[0, 1])
@@ -239,8 +248,8 @@ def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
     assert not any((node.disk / f"step-10-{rank}").exists() for node in cluster.nodes for rank in (0, 1))
 
 
-def test_ranks_that_want_different_saves_are_refused(cluster_of: ClusterOf) -> None:
-    """Else a rank with ack="local" makes no copy in a save of two: every rank learns which wants what, and none writes."""
+def test_options_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
+    """Every rank raises, names the ranks of each value, and writes nothing."""
     other = call(saving.save_with_other_ack, kinds=KINDS, checkpoint_id="step-2", acks=["peer", "peer", "local"])
     calls = [save("step-1"), other, call(loss.staging_left), load("latest")]
     results = cluster_of(2).launch(calls, nodes=[0, 0, 1])
@@ -253,7 +262,7 @@ def test_ranks_that_want_different_saves_are_refused(cluster_of: ClusterOf) -> N
 
 
 def test_managers_that_differ_are_refused(cluster_of: ClusterOf) -> None:
-    """Else ranks save at different steps, or wait for each other in different collectives; a manager made anew works."""
+    """Managers whose options differ by rank raise on every rank. A new manager works."""
     options = {"every": 2, "preempt_on": [], "memory": True}
     calls = [call(saving.manage_unlike, options=options), call(saving.manage_steps, steps=1)]
     results = cluster_of(2).launch(calls, nodes=[0, 1])
@@ -264,7 +273,7 @@ def test_managers_that_differ_are_refused(cluster_of: ClusterOf) -> None:
 
 
 def test_an_absolute_path_inside_the_root_is_a_name(cluster_of: ClusterOf) -> None:
-    """`root / "step-1"` means "step-1", though every node's root is another path; one outside the root is an error."""
+    """`root / "step-1"` is the id "step-1", although the root's path differs by node. A path outside the root raises."""
     outside = call(state.save_fails, kinds=KINDS, checkpoint_id="/elsewhere/step-2")
     calls = [call(saving.save_under_path, kinds=KINDS, checkpoint_id="step-1"), load("step-1"), outside]
     results = cluster_of(2).launch(calls, nodes=[0, 1])
@@ -275,12 +284,14 @@ def test_an_absolute_path_inside_the_root_is_a_name(cluster_of: ClusterOf) -> No
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param([1, 2], marks=pytest.mark.skipif(NEEDS_RANK_0, reason="so does stock on this torch")),
+        pytest.param(
+            [1, 2], marks=pytest.mark.skipif(NEEDS_RANK_0, reason="DCP of this torch needs rank 0 in the group")
+        ),
         pytest.param([0, 1], marks=() if NEEDS_RANK_0 else pytest.mark.long),
     ],
 )
 def test_a_subgroup_saves_and_loads_by_itself(cluster_of: ClusterOf, ranks: list[int]) -> None:
-    """`process_group=` of two ranks, also without the world's rank 0, is a world of its own."""
+    """A `process_group=` of two ranks, also without the world's rank 0, saves and loads without the third."""
     subgroup = call(saving.save_in_subgroup, kinds=["plain"], checkpoint_id="step-1", ranks=ranks)
     cluster, (idle,) = cluster_of(3), {0, 1, 2} - {*ranks}
     results = cluster.run(subgroup, nodes=[0, 1, 2])
@@ -293,15 +304,15 @@ def test_a_subgroup_saves_and_loads_by_itself(cluster_of: ClusterOf, ranks: list
     assert alone.digests() == [members[0]["saved"]]
 
 
-def test_one_node_keeps_one_copy_and_says_so(cluster_of: ClusterOf) -> None:
-    """With one node there is nowhere to put a copy: the save succeeds, and warns that it protects against nothing."""
+def test_one_node_keeps_one_copy_and_warns(cluster_of: ClusterOf) -> None:
+    """On a single node the save succeeds and warns that it has no second copy."""
     results = cluster_of(1).launch([save("step-1"), load("step-1")], nodes=[0], ranks=2)
     assert results.of(state.load).digests() == results.of(state.save)
     assert any("cop" in text for text in results.all_warnings)
 
 
 def test_nodes_with_the_same_path_and_different_disks(cluster_of: ClusterOf) -> None:
-    """The same absolute root on every node, another disk behind each: a path is no identity."""
+    """Every node has the same absolute root, on its own disk: nodes are not identified by path."""
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("private mounts need root and unshare")
     cluster = cluster_of(2, private_mounts=True)

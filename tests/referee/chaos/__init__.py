@@ -1,1 +1,1 @@
-"""ckpt-chaos, a referee of others, kills a program at each of its file events and judges what the resumed one did."""
+"""ckpt-chaos, a third-party referee, kills a program at each of its file events and judges the resumed run."""

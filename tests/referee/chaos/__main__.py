@@ -22,9 +22,10 @@ TIMEOUT_S = 3 * 3600
 
 
 def judge(way: str, crash_rank: int, folder: Path, points: int, jobs: int) -> dict[str, int]:
-    """How many runs ended with each verdict; the first one is a control, which is not killed. Leaves no agent behind.
+    """The number of runs with each verdict. The first run is a control, which is not killed. Leaves no agent behind.
 
-    Raises RuntimeError: ckpt-chaos printed no verdicts, or a rank that was to be killed ended by itself.
+    Raises:
+        RuntimeError: ckpt-chaos printed no verdicts, or a rank that it should kill ended by itself.
     """
     kept = "step-*" if way == "stock" else "node-0/step-*"
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--ranks", "2", "--crash-rank", str(crash_rank)]
@@ -67,7 +68,7 @@ def end_agent(root: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """1 if a run with our manager did not pass."""
+    """Returns 1 if a run with our manager did not pass, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     parser.add_argument("--killed", default="0,1", metavar="RANKS", help="ranks to kill (default: %(default)s)")

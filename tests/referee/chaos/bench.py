@@ -1,4 +1,6 @@
-"""`python -m tests.referee.chaos.bench`: the targets of `ckpt-chaos bench` with our integrations, and a table."""
+"""`python -m tests.referee.chaos.bench`: runs the targets of `ckpt-chaos bench` with our integrations, and prints a
+table.
+"""
 
 import argparse
 import contextlib
@@ -34,14 +36,14 @@ _STEP = re.compile(r"(?:checkpoint-|step-|ck-step=)(\d+)(?:\.ckpt)?")
 
 
 def newest_published(out: Path, healthy: dict[str, int]) -> int:
-    """The highest step of a checkpoint that any node has published, its manifest last."""
+    """The highest step of a checkpoint whose manifest is on any node. A node publishes the manifest last."""
     del healthy
     published = (path.parent.name for form in ("*", "node-*/*") for path in out.glob(f"{form}/{MANIFEST_NAME}"))
     return max((int(found[1]) for name in published if (found := _STEP.search(name))), default=0)
 
 
 class _Sample:
-    """Stands for ckpt-chaos' function that runs one kill: runs one of each `every`; the first is the control."""
+    """Replaces ckpt-chaos' function that runs one kill, and runs only every `every`-th. The first is the control."""
 
     def __init__(self, every: int) -> None:
         self._every, self._run_point = every, runner._run_point
@@ -54,9 +56,11 @@ class _Sample:
 
 
 def judge(target: str, ranks: int, folder: Path, jobs: int) -> Counter[str]:
-    """How many runs ended with each verdict. A kill at each file event of each rank, and a control. Leaves no agent.
+    """The number of runs with each verdict: a kill at each file event of each rank, and a control. Leaves no agent
+    behind.
 
-    Raises RuntimeError: a process that was to be killed ended by itself.
+    Raises:
+        RuntimeError: a process that ckpt-chaos should kill ended by itself.
     """
     os.environ.update(CHAOS_TARGET=target, OMP_NUM_THREADS="1", REPLICATED_CKPT_AGENT_IDLE_S="2")
     runner.ROOT = ROOT
@@ -80,7 +84,7 @@ def judge(target: str, ranks: int, folder: Path, jobs: int) -> Counter[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """1 if a run did not pass."""
+    """Returns 1 if a run did not pass, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--targets", default=",".join(NEEDS), help="default: %(default)s")
     parser.add_argument("--ranks", default="1,2", metavar="NUMBERS", help="default: %(default)s")

@@ -1,6 +1,8 @@
-"""Stands for a program that ckpt-chaos starts: has it forked with torch imported, lives as long, ends with its exit code.
+"""Takes the place of a program that ckpt-chaos starts. Lets `forking.py` fork the program, and exits with its exit
+code.
 
-Imports the standard library alone; `python -S` starts it in 20 ms. If ckpt-chaos kills it, the program is killed.
+Imports only the standard library, so that `python -S` starts it in 20 ms. If ckpt-chaos kills this process, the program
+is killed too.
 """
 
 import json

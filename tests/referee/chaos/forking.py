@@ -1,6 +1,6 @@
-"""Forks the programs that ckpt-chaos starts from a process that has imported torch: the import is most of a run.
+"""Forks the programs that ckpt-chaos starts from a process that has imported torch, because that import takes longest.
 
-What is forked has its own environment, output and audit hooks, and is armed by ckpt-chaos' own code.
+Each fork has its own environment, output and audit hooks. ckpt-chaos' own code arms it.
 """
 
 import contextlib
@@ -44,7 +44,9 @@ environment.
 
 @contextlib.contextmanager
 def forker(program: str, framework: str = "") -> Iterator[str]:
-    """The path of a socket at which `forked.py` has module `program` forked, its `main` called. It ends with this block."""
+    """Yields the path of a socket. `forked.py` connects there to run `main` of module `program` in a fork. Ends with
+    the block.
+    """
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         path = Path(folder) / "socket"
         command = [sys.executable, "-m", "tests.referee.chaos.forking", str(path), program, framework]
@@ -61,7 +63,7 @@ def forker(program: str, framework: str = "") -> Iterator[str]:
 
 
 def become(program: str, request: dict[str, Any], output: int, errors: int) -> None:
-    """In the forked child: what a new process would have; then the program."""
+    """In the forked child: sets up what a new process would have, then runs the program."""
     agents = Path(os.environ["CHAOS_AGENTS"])
     become_environment(request["environment"])
     for fd, place in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (errors, 2)):
@@ -80,7 +82,10 @@ def become(program: str, request: dict[str, Any], output: int, errors: int) -> N
 
 
 class Forker:
-    """The running programs, by a descriptor that is readable once they end, each with the connection of its client."""
+    """The running programs, each with its client's connection.
+
+    The key is a descriptor that becomes readable when the program ends.
+    """
 
     def __init__(self, path: Path, program: str) -> None:
         self._program = program
@@ -93,7 +98,7 @@ class Forker:
         self._selector.register(0, selectors.EVENT_READ)  # closed by the process that started this one
 
     def serve(self) -> None:
-        """Until standard input is closed. Returns in each child, too, when its program has ended."""
+        """Serves until standard input is closed. Returns in each child, too, after its program."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd == 0:
@@ -111,7 +116,7 @@ class Forker:
                         os.kill(key.data, signal.SIGKILL)
 
     def _fork(self) -> bool:
-        """Whether this is the child, and its program has ended."""
+        """Returns True in the child, after its program, and False in the parent."""
         client, _ = self._listener.accept()
         text, given, _, _ = socket.recv_fds(client, _REQUEST_BYTES_MAX, 2)
         if (pid := os.fork()) == 0:

@@ -1,6 +1,6 @@
 """A user's training program, which ckpt-chaos kills and resumes: `--save stock`, `manager` or `manager-async`.
 
-Each rank is a node with a directory of its own, except with stock DCP, which needs one that all ranks reach.
+Each rank is a node with its own directory. Stock DCP needs one directory that all ranks reach.
 """
 
 import argparse
@@ -21,7 +21,9 @@ RANK = int(os.environ["RANK"])
 
 
 class Job:
-    """A model under DDP with its optimizer. Each step's batch follows from the step, so a resumed job repeats it."""
+    """A model under DDP with its optimizer. Each step's batch depends only on the step and rank, so a resumed job
+    repeats it.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -49,7 +51,7 @@ class Job:
 
 
 def train_with_stock(out: Path) -> Job:
-    """One directory for each save. The highest number is loaded, as most programs do."""
+    """Writes one directory per save. Loads the highest number, as most programs do."""
     job, step = Job(), 0
     found = [int(path.name.removeprefix("step-")) for path in out.glob("step-*")]
     dist.barrier()

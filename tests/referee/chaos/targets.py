@@ -1,7 +1,7 @@
-"""The programs of `ckpt-chaos bench`, with our class in place of the framework's: `CHAOS_TARGET=hf_trainer`, ...
+"""The programs of `ckpt-chaos bench` with our class instead of the framework's: `CHAOS_TARGET=hf_trainer`, ...
 
-Model, data, loop and kills are ckpt-chaos' own. Each rank is a node with a directory of its own. Frameworks are imported
-where they are used: each process runs one program, and needs that program's framework alone.
+Model, data, loop and kills are ckpt-chaos' own. Each rank is a node with its own directory. Each framework is imported
+where it is used, because a process runs one program and needs only that program's framework.
 """
 
 import os
@@ -16,7 +16,7 @@ RANK = os.environ.get("RANK", "0")
 
 
 def _root() -> Path:
-    """This rank's node, below the value of `--out`."""
+    """The directory of this rank's node, below the value of `--out`."""
     return Path(sys.argv[sys.argv.index("--out") + 1]) / f"node-{RANK}"
 
 
@@ -25,7 +25,7 @@ def _writer_options() -> dict[str, Any]:
 
 
 def hf_trainer() -> None:
-    """transformers: ReplicatedTrainer for Trainer."""
+    """transformers: ReplicatedTrainer replaces Trainer."""
     from ckpt_chaos.targets import hf_trainer as target
 
     from replicated_ckpt.integrations.transformers import ReplicatedTrainer
@@ -35,7 +35,7 @@ def hf_trainer() -> None:
 
 
 def lightning_trainer() -> None:
-    """Lightning: ReplicatedDDPStrategy for its own strategy, `ckpt_path="latest"` for "last"."""
+    """Lightning: ReplicatedDDPStrategy replaces the strategy, and `ckpt_path="latest"` replaces "last"."""
     import lightning.pytorch as pl
     from ckpt_chaos.targets import lightning_trainer as target
 
@@ -53,7 +53,7 @@ def lightning_trainer() -> None:
 
 
 def accelerate_loop() -> None:
-    """Accelerate: ReplicatedAccelerator for Accelerator, `load_state()` for the folder of the highest number."""
+    """Accelerate: ReplicatedAccelerator replaces Accelerator, and `load_state()` the folder with the highest number."""
     from ckpt_chaos.targets import accelerate_loop as target
 
     from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
@@ -70,7 +70,7 @@ def accelerate_loop() -> None:
 
 
 def dcp_ddp() -> None:
-    """DCP: `storage_writer` and `storage_reader`. The newest complete checkpoint is loaded as "latest"."""
+    """DCP: adds `storage_writer` and `storage_reader`, and loads the newest complete checkpoint as "latest"."""
     import torch.distributed.checkpoint as dcp
     from ckpt_chaos.targets import dcp_ddp as target
 
@@ -92,7 +92,7 @@ def dcp_ddp() -> None:
 
 
 def loop_ddp() -> None:
-    """A loop of one's own: CheckpointManager for `torch.save`."""
+    """A plain loop: CheckpointManager replaces `torch.save`."""
     from ckpt_chaos.targets import loop_ddp as target
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

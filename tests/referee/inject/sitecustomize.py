@@ -1,4 +1,4 @@
-"""Python imports this by itself at the start of every process whose PYTHONPATH has this folder: the ranks' too."""
+"""Python imports this module at the start of every process whose PYTHONPATH has this folder, also of ranks."""
 
 from tests.referee import hook
 
