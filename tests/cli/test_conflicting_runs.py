@@ -1,4 +1,4 @@
-"""`ls` and `status` say why there are two of something, which one a load takes, and what to do next."""
+"""`ls` and `status` explain several versions or runs under one name: which one a load takes, and what to do next."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ SAVE = "c" * 32
 
 
 def save_as(store: LocalStore, manifest: Manifest, *, number: int, lineage: str, checkpoint_id: str = "step-1") -> str:
-    """The same shards published once more, as another save."""
+    """Publishes the same shards again as another save. Returns the save id."""
     held = {name: (store.final(manifest.checkpoint_id) / name).read_bytes() for name in manifest.shards}
     changed = replace(
         manifest,
@@ -48,7 +48,7 @@ def save_as(store: LocalStore, manifest: Manifest, *, number: int, lineage: str,
 
 
 def shown(store: LocalStore) -> tuple[str, str]:
-    """What `ls` and `status` print."""
+    """The output of `ls` and `status`."""
     ls, status = (command(verb, "--root", store.root) for verb in ("ls", "status"))
     assert ls.returncode == ExitCode.OK, ls.stderr
     assert not status.stderr
@@ -56,7 +56,7 @@ def shown(store: LocalStore) -> tuple[str, str]:
 
 
 def test_a_save_in_doubt_names_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
-    """Without an agent, too: which node is not reached, which was never met, and the command that gives the save up."""
+    """Without an agent, too: which nodes are unreachable, which are unknown, and the command that aborts the save."""
     store = LocalStore(tmp_path / "node0")
     own = store.node_id()
     introduced(store, [AgentAddress(AWAY, "127.0.0.1", 1, "token")])
@@ -72,7 +72,9 @@ def test_a_save_in_doubt_names_the_nodes_that_it_waits_for(tmp_path: Path) -> No
 
 
 def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
-    """The newer save lacks a shard that a silent node may have: which version a load takes, and why the older one stays."""
+    """The newer save lacks a shard that a silent node may have: the output names the version that loads use, and why
+    the older one stays.
+    """
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     old = checkpointed(nodes, 1, {shard(0): (0, 1)})
     new = checkpointed(nodes, 2, {shard(0): (0, 1), shard(1): (1,)})
@@ -87,8 +89,8 @@ def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
     assert found["conflicting_runs"][0].startswith("step-1: 2 versions")
 
 
-def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
-    """Each lineage with its newest checkpoint, the one that a load takes first, and how to load the other."""
+def test_two_runs_in_one_directory_are_listed(tmp_path: Path) -> None:
+    """The output lists each lineage with its newest checkpoint, which one loads take first, and how to load the other."""
     store = LocalStore(tmp_path / "node0")
     stock = checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="seed", copies=1)
     ours, theirs = "a" * 16, "b" * 16
@@ -107,8 +109,10 @@ def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
     assert "runs in the root" not in said
 
 
-def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_out(tmp_path: Path) -> None:
-    """Nothing of it is lost, replaced or copied over; the command that is shown removes it alone, and the rest is good."""
+def test_an_overwritten_checkpoint_of_a_returning_node_has_a_next_step(tmp_path: Path) -> None:
+    """A returning node holds a checkpoint that another run has overwritten: the printed command removes only that
+    version, and nothing else changes.
+    """
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     theirs = checkpointed(nodes, 9, {shard(0): (2, 0), shard(1): (0, 1)}, size_bytes=3000, lineage="a" * 16)
     mine = checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=3000, on=(0, 1), lineage="b" * 16)
@@ -116,7 +120,7 @@ def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_
         wait_for(
             lambda: not any(replaced_saves(store) for store in nodes),
             20,
-            "the end of it where it was overwritten",
+            "its removal where it was overwritten",
         )
         step = (
             f"save {theirs.save_id} of another run: to keep both, rename its directory on node {nodes[2].node_id()}; "
@@ -135,13 +139,13 @@ def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_
             check=False,
         )
         assert removed.returncode == ExitCode.OK
-        wait_for(lambda: nodes[2].catalog.save_id_of("step-1") == mine.save_id, 20, "the other one there, too")
+        wait_for(lambda: nodes[2].catalog.save_id_of("step-1") == mine.save_id, 20, "the other save there")
         wait_for(lambda: command("verify", "--root", nodes[0].root).returncode == ExitCode.OK, 20, "its copies")
     assert [held(store) for store in nodes[:2]] == [set(mine.shards)] * 2
 
 
-def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
-    """A quiet store is told as before."""
+def test_one_run_and_one_version_print_no_conflict(tmp_path: Path) -> None:
+    """With one run and one version, the output has no lines about versions or runs."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     for said in shown(store):
@@ -149,8 +153,8 @@ def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
     assert as_json("status", "--root", store.root)[1]["conflicting_runs"] == []
 
 
-def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path: Path) -> None:
-    """The older version stays while it is read, and has lost a shard: `ls` shows it, and `status` calls nothing lost."""
+def test_missing_files_of_a_replaced_version_are_not_lost(tmp_path: Path) -> None:
+    """A replaced version that a process reads has lost a shard: `ls` lists it, and `status` does not report lost files."""
     store = LocalStore(tmp_path / "node0")
     old = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     reading = lock_version(store.catalog, "step-1", old.save_id)
@@ -165,8 +169,8 @@ def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path
     reading.release()
 
 
-def test_what_there_is_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each checkpoint: of 5,000 of them, half of the time of `ls` was that."""
+def test_holdings_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holdings are listed once, and not again for each checkpoint."""
     store = LocalStore(tmp_path / "node0")
     for number in (1, 2, 3, 4):
         checkpointed([store], number, {shard(0): (0,)}, copies=1, size_bytes=1000, checkpoint_id=f"step-{number}")

@@ -1,4 +1,4 @@
-"""`report` without other nodes: of one process, of a checkpoint that was removed, and of one that has none."""
+"""`report` without other nodes: of one process, of a removed checkpoint, and without a report."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def save(root: Path) -> None:
 
 
 def test_a_process_alone_has_a_report_without_an_agent(tmp_path: Path) -> None:
-    """Of the save, and of the last load; also once the checkpoint is removed."""
+    """The report of a save and of the last load exist without an agent, and after the checkpoint is removed."""
     root = tmp_path / "root"
     save(root)
     done = command("report", "step-1", "--root", root)
@@ -43,7 +43,7 @@ def test_a_process_alone_has_a_report_without_an_agent(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_report_is_an_error(tmp_path: Path) -> None:
-    """It says where a report may be; no trace is written. So is a trace that cannot be written."""
+    """The error says where a report may be, and no trace is written. A trace that cannot be written is an error, too."""
     root, trace = tmp_path / "root", tmp_path / "trace.json"
     save(root)
     done = command("report", "step-9", "--root", root, "--trace", trace)

@@ -1,4 +1,4 @@
-"""`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
+"""`rm` and `prune` remove for good on the user's own node. Other nodes learn of the removal, and keep what they have."""
 
 import shutil
 import signal
@@ -57,8 +57,10 @@ def names_in(store: LocalStore) -> list[str]:
     return sorted(path.name for path in store.root.glob("step-*"))
 
 
-def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) -> None:
-    """The first node says who has it still; it is not brought back, also after a restart; the second ends it."""
+def test_rm_on_each_node_removes_for_good(tmp_path: Path) -> None:
+    """The output names the node that still has the checkpoint. It does not come back after a restart, and `rm` on the
+    second node ends it.
+    """
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     with agents(nodes, *QUICK) as running:
@@ -86,7 +88,7 @@ def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) ->
 
 
 def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
-    """Nothing is changed without --force; a newer one with a lost file does not count as good."""
+    """Without --force the last complete checkpoint stays. A newer one with a lost file does not count."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     for store in nodes:
@@ -104,8 +106,8 @@ def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
         assert there(nodes[1]) == [1, 2]
 
 
-def test_what_a_load_reads_stays(tmp_path: Path) -> None:
-    """It is said, and nothing was noted: it does not go when the load ends. --force removes it."""
+def test_a_checkpoint_that_a_load_reads_stays(tmp_path: Path) -> None:
+    """A checkpoint that a load reads is kept, and no removal is recorded. --force removes it."""
     store = LocalStore(tmp_path / "node0")
     first, _ = saved_alone(store)
     with running_agent(store.root) as agent:
@@ -120,8 +122,8 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
         assert there(store) == [2]
 
 
-def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
-    """The agent died between its note and the removal: the next one removes it, and only that."""
+def test_an_interrupted_removal_is_finished(tmp_path: Path) -> None:
+    """The agent died between the journal entry and the removal: the next agent removes this checkpoint only."""
     store = LocalStore(tmp_path / "node0")
     first, _ = saved_alone(store)
     store.agent_directory()
@@ -131,8 +133,8 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     assert findings(store) == []
 
 
-def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
-    """A dry run tells what goes and changes nothing; run on both nodes it leaves the newest two, and they are whole."""
+def test_prune_removes_by_the_rule(tmp_path: Path) -> None:
+    """A dry run prints the plan and changes nothing. Run on both nodes, `prune` leaves the newest two, complete."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2, 3, 4))
     with agents(nodes, *QUICK) as running:
@@ -155,8 +157,8 @@ def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
-    """Exit code 5: this node's part is done; which node to go to. When it is back nothing is brought from it."""
+def test_a_silent_node_is_named(tmp_path: Path) -> None:
+    """The exit code is 5, and the output names the silent node. When that node is back, nothing is copied from it."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     with agents(nodes, "--lost-after-s", "600") as running:
@@ -172,8 +174,8 @@ def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
         assert [there(store) for store in nodes] == [[2], [1, 2]]
 
 
-def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Path) -> None:
-    """A spare node got its copies from others: they stay there until its own user removes them."""
+def test_a_removal_leaves_the_copies_of_a_spare_node(tmp_path: Path) -> None:
+    """A removal on one node does not remove the copies that a spare node made."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes[:2], 1, PAIR, checkpoint_id="step-1", size_bytes=SMALL)
     checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2", size_bytes=SMALL)
@@ -188,8 +190,8 @@ def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Pat
         assert held(spare, "step-1") == {shard(0), shard(1)}
 
 
-def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
-    """Removed by mistake and restored from a backup under the same save id: it is not deleted, and is protected again."""
+def test_a_checkpoint_that_the_user_restores_stays(tmp_path: Path) -> None:
+    """A removed checkpoint is restored from a backup under the same save id: it stays, and is protected again."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     for store in nodes:
@@ -203,14 +205,14 @@ def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
             (tmp_path / "coming" / store.root.name).rename(store.root / "step-1")
         (nodes[0].root / "step-1" / shard(1)).unlink()
         meet(*running)
-        wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of what was put back")
+        wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of the restored checkpoint")
         stays(nodes, *running)
         assert [there(store) for store in nodes] == [[1, 2], [1, 2]]
     assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is pending until nothing lies here; others are told of it for longer, also by the agent after this one."""
+    """A removal is pending until its files are gone. Peers are informed for longer, also after a restart."""
     monkeypatch.setattr(journal, "REMOVALS_MAX", MANY)
     LocalStore(tmp_path).agent_directory()
     book = Journal(tmp_path)
@@ -230,10 +232,8 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.Monk
     assert book.read_removed() == book.read_removals()[0] == newest
 
 
-def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stays told, whenever the note, the move and the end of it come: else other nodes would bring the save back."""
+def test_a_removal_during_a_look_stays_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal proceeds while the collector looks for its files: it stays recorded, or peers would restore the save."""
     store = LocalStore(tmp_path / "a")
     save_id = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=SMALL).save_id
     service = NodeService(store)
@@ -241,7 +241,7 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
     looks = iter((None, partial(book.append_end, end=End.REMOVING)))
 
     def move_on(read: Callable[[Journal], Any]) -> Callable[[Journal], Any]:
-        """A request for the removal gets one step further before the second time that the journal is read."""
+        """Advances the removal by one step before the journal is read the second time."""
 
         def reading(self: Journal) -> Any:
             step = next(looks, None)
@@ -259,7 +259,7 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
         book.append_end(save_id, End.REMOVED)
         return found
 
-    book.append_end(OTHER_SAVE, End.REMOVING)  # without a note there is no look
+    book.append_end(OTHER_SAVE, End.REMOVING)  # without a pending removal the collector does not look
     for name in ("read_removed", "read_removals"):
         monkeypatch.setattr(Journal, name, move_on(getattr(Journal, name)))
     monkeypatch.setattr(Collector, "_find_here", scan)
@@ -267,8 +267,8 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
     assert save_id in Journal(store.root).read_removed()
 
 
-def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:
-    """The agent says so when it is asked, before a bucket's copy goes; with --force it goes when the process has ended."""
+def test_a_checkpoint_that_a_process_reads_is_kept(tmp_path: Path) -> None:
+    """The agent refuses before anything is removed. With --force, the checkpoint is removed when the process ends."""
     store = LocalStore(tmp_path / "node0")
     saves = [
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
@@ -295,11 +295,11 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
 
 
 def test_a_version_stays_with_an_older_one_that_a_process_reads(tmp_path: Path) -> None:
-    """Without it the older one would have the checkpoint's name again. What else was to go is removed."""
+    """Without the newer version, the older one would get its name back. The other checkpoints are removed."""
     store = LocalStore(tmp_path / "node0")
     old = open_save(store, 1, checkpoint_id="step-1")
     store.commit(old.save_id)
-    newer = open_save(store, 2, checkpoint_id="step-1", is_whole=False)  # so the old one waits, aside
+    newer = open_save(store, 2, checkpoint_id="step-1", is_whole=False)  # incomplete, so the old version is kept
     store.commit(newer.save_id)
     store.commit(open_save(store, 3, checkpoint_id="step-2").save_id)
     with running_agent(store.root, *QUICK):
@@ -319,12 +319,12 @@ def test_a_version_stays_with_an_older_one_that_a_process_reads(tmp_path: Path) 
     assert findings(store) == []
 
 
-def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None:
-    """Other nodes may have published it before. What is published here then was not put back by the user."""
+def test_a_staged_save_is_removed_once_it_is_published(tmp_path: Path) -> None:
+    """`rm` of a save that is still staged here: the save is removed once it is published."""
     store = LocalStore(tmp_path / "node0")
     with running_agent(store.root) as agent, agent.client() as client:
         staged = open_save(store, 1, checkpoint_id="step-1")
-        lock = store.lock_save(staged.save_id)  # a rank works on it
+        lock = store.lock_save(staged.save_id)  # as a rank that writes
         answer = client.call("POST", "/v1/remove", {"checkpoint_id": "step-1", "save_id": staged.save_id})
         assert answer["why"] == "its save has not ended on this node; it is removed when the save has ended"
     service = NodeService(store)
@@ -338,8 +338,8 @@ def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None
     assert findings(store) == []
 
 
-def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
-    """The same command again on the same node removes nothing there, and says so; the other node has it still."""
+def test_a_second_rm_removes_nothing(tmp_path: Path) -> None:
+    """A second `rm` on the same node says that the checkpoint is not here, and which node still has it."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     with agents(nodes, *QUICK):
@@ -352,7 +352,7 @@ def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
 
 
 def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
-    """`status`, `show` and `verify` end with 4 and name it, until each node has removed the checkpoint."""
+    """`status`, `show` and `verify` exit with 4 until each node has removed the checkpoint."""
     nodes = stores(tmp_path, 3)
     layout = {shard(0): (0, 1), shard(1): (1, 2)}
     for number in (1, 2):
@@ -375,7 +375,7 @@ def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", [("drain",), ("rm", "step-1"), ("prune", "--keep-last", "1")])
 def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tuple[str, ...]) -> None:
-    """Nor does it plan what a run would not do: the own ranks' policy, and uploads that may not be over, count."""
+    """The plan is that of a real run: it respects the run's policy and open uploads."""
     store = LocalStore(tmp_path / "node")
     saved_alone(store)
     for number, url in ((3, "file:///nowhere/bucket"), (4, "")):
@@ -398,7 +398,7 @@ def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tup
 
 
 def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
-    """The best checkpoint by the run's metric, and each of its `keep_every`, stay beside the newest; the rule is said."""
+    """The best checkpoint by the metric and each `keep_every` stay beside the newest, and the output has the rule."""
     store = LocalStore(tmp_path / "node0")
     for number, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), 1):
         layout = {shard(0): (0,)}
