@@ -59,7 +59,7 @@ def test_a_late_opening_does_not_abort_a_newer_save(agents: list[RunningAgent]) 
     with stores[0].lock_save(LATER), stores[1].lock_save(LATER):
         second.signal(signal.SIGCONT)
         is_seen = lambda: "no longer waits for an answer" in log_of(second) or stores[1].is_staged(EARLIER)  # noqa: E731
-        wait_for(is_seen, ANSWER_S, "the agent goes on")
+        wait_for(is_seen, ANSWER_S, "the late request")
         with second.client() as client:
             assert client.call("GET", f"/v1/saves/{EARLIER}")["state"] == "unknown"
         assert [store.is_staged(LATER) for store in stores] == [True, True]
@@ -82,8 +82,8 @@ def test_a_shard_that_its_rank_writes_is_not_taken(agents: list[RunningAgent], m
         with FileSink.create(store.path_of_staged(LATER, SHARD)) as sink:
             sink.write(memoryview(b"the rank's"))
             second.signal(signal.SIGCONT)
-            said, staged = "no longer waits for an answer", store.path_of_staged(LATER, SHARD)
-            is_seen = lambda: said in log_of(second) or staged.exists()  # noqa: E731
-            wait_for(is_seen, ANSWER_S, "the agent goes on")
+            line, staged = "no longer waits for an answer", store.path_of_staged(LATER, SHARD)
+            is_seen = lambda: line in log_of(second) or staged.exists()  # noqa: E731
+            wait_for(is_seen, ANSWER_S, "the late request")
             sink.finish_durably()
         assert store.path_of_staged(LATER, SHARD).read_bytes() == b"the rank's"

@@ -72,7 +72,7 @@ def test_a_submission_without_an_answer(store: LocalStore, agent: socket.socket)
     with accept_submission(agent) as connection:
         assert not is_free(lease)
         assert connection.recv(1) == b"", "the rank has closed its end"
-    wait_for(lambda: is_free(lease), WITHIN_S, "the memory is free")
+    wait_for(lambda: is_free(lease), WITHIN_S, "the release of the memory")
 
 
 def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socket) -> None:
@@ -93,4 +93,4 @@ def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socke
     agent.close()  # a repeated submission is refused
     assert not is_free(lease)
     connection.close()
-    wait_for(lambda: is_free(lease), WITHIN_S, "the memory is free")
+    wait_for(lambda: is_free(lease), WITHIN_S, "the release of the memory")

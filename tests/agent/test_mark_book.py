@@ -107,8 +107,8 @@ def test_a_peer_cannot_set_marks(pair: tuple[list[RunningAgent], str]) -> None:
     with one.peer() as peer:
         with pytest.raises(StoreDenied, match="OWNER"):
             peer.call("POST", "/v1/reject", {"save_ids": [save_id], "is_rejected": True})
-        told = {"rejections": {save_id: 1}, "restores": {}}
-        peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": told, **told})
+        forged = {"rejections": {save_id: 1}, "restores": {}}
+        peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": forged, **forged})
         with pytest.raises(ConfigInvalid, match="not in this node's address book"):
             peer.call("POST", "/v1/marks", {"node_id": "stranger"})
     assert not is_rejected(one, save_id)

@@ -24,8 +24,8 @@ def opened(path: Path) -> NodeService:
 def begin(service: NodeService, number: int, run: str) -> int:
     """Opens a save. Returns the highest sequence that the agent reports for this run."""
     save_id = f"{number:032x}"
-    told, _ = service.open_save(Intent(save_id, f"run-{run}/step-{number}", f"session {number}", overwrite=False))
-    return told.get(RUNS[run], History(0)).sequence
+    histories, _ = service.open_save(Intent(save_id, f"run-{run}/step-{number}", f"session {number}", overwrite=False))
+    return histories.get(RUNS[run], History(0)).sequence
 
 
 def place(service: NodeService, number: int, run: str, sequence: int) -> None:

@@ -159,7 +159,7 @@ def test_a_submitted_save_needs_no_rank(job: Job) -> None:
         job.submit(rank)
     job.finish()
     job.die()
-    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
+    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "the save on both nodes")
     first, second = (store.catalog.manifest("step-1") for store in job.stores)
     assert first == second
     for name, entry in first.shards.items():
@@ -191,7 +191,7 @@ def test_a_save_without_an_outline_is_removed(job: Job, ranks: tuple[int, ...]) 
         job.submit(rank)
     job.die()
     with_part = [job.stores[rank] for rank in ranks]
-    wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the save is gone")
+    wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the removal of the save")
     assert job.files() == [set(), set()]
 
 
@@ -214,7 +214,7 @@ def test_forked_workers_of_a_killed_rank_do_not_keep_its_save(job: Job) -> None:
         assert job.stores[0].is_locked(SAVE)
         os.kill(rank, signal.SIGKILL)
         os.waitpid(rank, 0)
-        wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+        wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the removal of the save")
         assert job.files() == [set(), set()]
     finally:
         os.kill(worker, signal.SIGKILL)
@@ -248,9 +248,11 @@ def test_an_agents_session_is_niced_where_threads_cannot_be(job: Job) -> None:
     session of another leader alone.
     """
     for agent in job.agents:
-        said = Path(f"/proc/{agent.process.pid}/autogroup")
+        autogroup = Path(f"/proc/{agent.process.pid}/autogroup")
         wait_for(
-            lambda said=said: said.read_text().split()[-1] == str(NICE), WITHIN_S, "a session at the wanted niceness"
+            lambda autogroup=autogroup: autogroup.read_text().split()[-1] == str(NICE),
+            WITHIN_S,
+            "the niceness of the session",
         )  # type: ignore[misc]
     before = AUTOGROUP.read_text()
     module = give_way_as_session.__module__
@@ -327,7 +329,7 @@ def test_a_shard_that_cannot_be_written_aborts_the_save(job: Job) -> None:
     with pytest.raises(ObjectCorrupt, match="shorter than the rank announced"):
         job.ask("finish")
     job.die()
-    wait_for(job.is_gone, WITHIN_S, "the save is gone")
+    wait_for(job.is_gone, WITHIN_S, "the removal of the save")
 
 
 @pytest.mark.long  # AGAIN_WITHIN_S; the next test does the same with a shorter timeout
@@ -341,7 +343,7 @@ def test_an_agent_and_all_ranks_die(job: Job) -> None:
     with pytest.raises(SaveAborted, match="was aborted"):
         job.ask("finish")
     job.die()
-    wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+    wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the removal of the save")
 
 
 def test_a_save_that_waits_for_a_dead_agent_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +410,7 @@ def test_the_written_shards_are_readable_with_the_ticket(job: Job) -> None:
     with job.agents[0].peer() as peer:
         with pytest.raises(StoreDenied):
             peer.call("POST", f"/v1/saves/{SAVE}/written", names)
-        told = peer.call("POST", f"/v1/saves/{SAVE}/written", {**names, "ticket": TICKET})
+        answer = peer.call("POST", f"/v1/saves/{SAVE}/written", {**names, "ticket": TICKET})
         with pytest.raises(StoreDenied):
             peer.call("POST", f"/v1/saves/{SAVE}/finish", outline_of(job.nodes).to_json())
-    assert told["written"][0]["holders"] == job.nodes
+    assert answer["written"][0]["holders"] == job.nodes

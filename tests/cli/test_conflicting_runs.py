@@ -61,12 +61,12 @@ def test_a_save_in_doubt_names_the_nodes_that_it_waits_for(tmp_path: Path) -> No
     own = store.node_id()
     introduced(store, [AgentAddress(AWAY, "127.0.0.1", 1, "token")])
     store.begin(Intent(SAVE, "step-9", "by hand", overwrite=True, nodes=(own, AWAY, STRANGER), coordinator=AWAY))
-    for said in shown(store):
-        (line,) = (line for line in said.splitlines() if "in doubt: save" in line)
+    for printed in shown(store):
+        (line,) = (line for line in printed.splitlines() if "in doubt: save" in line)
         assert SAVE in line
         assert f"{AWAY}), not reached" in line
         assert f"{STRANGER}, never met" in line or f"{STRANGER}), never met" in line
-        assert f"`replicated-ckpt repair --root {store.root} --lost {AWAY} --lost {STRANGER} --dry-run`" in said
+        assert f"`replicated-ckpt repair --root {store.root} --lost {AWAY} --lost {STRANGER} --dry-run`" in printed
     _, found = as_json("status", "--root", store.root)
     assert any(f"in doubt: save {SAVE} of step-9" in reason for reason in found["reasons"])
 
@@ -79,12 +79,12 @@ def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
     old = checkpointed(nodes, 1, {shard(0): (0, 1)})
     new = checkpointed(nodes, 2, {shard(0): (0, 1), shard(1): (1,)})
     introduced(nodes[0], [AgentAddress(nodes[1].node_id(), "127.0.0.1", 1, "token")])
-    for said in shown(nodes[0]):
-        assert f"step-1: 2 versions; a load of this name takes save {old.save_id}" in said
-        assert "1 file not seen: host1 not reached; has the name on host0" in said
-        assert "replaced, but still on host0" in said
+    for printed in shown(nodes[0]):
+        assert f"step-1: 2 versions; a load of this name takes save {old.save_id}" in printed
+        assert "1 file not seen: host1 not reached; has the name on host0" in printed
+        assert "replaced, but still on host0" in printed
         wait = f"the older ones stay until every shard of save {new.save_id} was seen"
-        assert f"step-1: {wait}. The missing shards may be on the nodes that were not reached" in said
+        assert f"step-1: {wait}. The missing shards may be on the nodes that were not reached" in printed
     _, found = as_json("ls", "--root", nodes[0].root)
     assert found["conflicting_runs"][0].startswith("step-1: 2 versions")
 
@@ -96,8 +96,8 @@ def test_two_runs_in_one_directory_are_listed(tmp_path: Path) -> None:
     ours, theirs = "a" * 16, "b" * 16
     save_as(store, stock, number=9, lineage=theirs, checkpoint_id="run/step-9")
     save_as(store, stock, number=12, lineage=ours, checkpoint_id="run/step-2")
-    for said in shown(store):
-        lines = said.splitlines()
+    for printed in shown(store):
+        lines = printed.splitlines()
         first = next(
             index
             for index, line in enumerate(lines)
@@ -106,7 +106,7 @@ def test_two_runs_in_one_directory_are_listed(tmp_path: Path) -> None:
         assert lines[first + 1].startswith(f"  lineage '{ours}': newest run/step-2, saved at ")
         assert lines[first + 2].startswith(f"  lineage '{theirs}': newest run/step-9, saved at ")
         assert f"`ReplicatedReader(lineage='{theirs}')`" in lines[first + 3]
-    assert "runs in the root" not in said
+    assert "runs in the root" not in printed
 
 
 def test_an_overwritten_checkpoint_of_a_returning_node_has_a_next_step(tmp_path: Path) -> None:
@@ -127,11 +127,11 @@ def test_an_overwritten_checkpoint_of_a_returning_node_has_a_next_step(tmp_path:
         )
         for verb, code in (("ls", ExitCode.OK), ("status", ExitCode.FAILED), ("verify", ExitCode.FAILED)):
             for store in nodes:
-                told = command(verb, "--root", store.root)
-                assert told.returncode == code, told
-                assert "step-1: 2 versions" in told.stdout
-                (line,) = (line for line in told.stdout.splitlines() if step in line)
-        assert "lost" not in told.stdout
+                done = command(verb, "--root", store.root)
+                assert done.returncode == code, done
+                assert "step-1: 2 versions" in done.stdout
+                (line,) = (line for line in done.stdout.splitlines() if step in line)
+        assert "lost" not in done.stdout
         assert nodes[2].catalog.manifest("step-1").save_id == theirs.save_id
         removed = subprocess.run(
             f"{sys.executable} -m {line.split('`')[1].replace('replicated-ckpt', 'replicated_ckpt')}",
@@ -148,8 +148,8 @@ def test_one_run_and_one_version_print_no_conflict(tmp_path: Path) -> None:
     """With one run and one version, the output has no lines about versions or runs."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
-    for said in shown(store):
-        assert not [word for word in ("version", "runs in", "in doubt") if word in said.replace(str(store.root), "")]
+    for printed in shown(store):
+        assert not [word for word in ("version", "runs in", "in doubt") if word in printed.replace(str(store.root), "")]
     assert as_json("status", "--root", store.root)[1]["conflicting_runs"] == []
 
 

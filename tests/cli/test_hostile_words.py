@@ -72,11 +72,11 @@ def test_hostile_names_in_a_store_forge_no_line(tmp_path: Path, capsys: pytest.C
     for verb in VERBS:
         for more in ([], ["-o", "json"]) if verb[0] != "upload" else ([],):
             code = main([*verb, "--root", str(store.root), *more])
-            said = capsys.readouterr()
-            lines = (said.out + said.err).split("\n")
+            printed = capsys.readouterr()
+            lines = (printed.out + printed.err).split("\n")
             assert [line for line in lines if not line.isprintable() or line.startswith("FORGED")] == [], verb
-            assert code not in (70, 99), said.err
-            assert "Traceback" not in said.err
+            assert code not in (70, 99), printed.err
+            assert "Traceback" not in printed.err
     if (store.root / ".agent" / "endpoint.json").exists():  # started by `upload`
         stop_agent(store.root)
 

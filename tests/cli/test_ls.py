@@ -95,9 +95,9 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_listed(
 
     monkeypatch.setattr(ManifestBook, "of", retire_and_look_up)
     assert main(["ls", "--root", str(node.root)]) == ExitCode.OK
-    said = capsys.readouterr().out
-    assert "step-1" not in said
-    assert "1 checkpoint, " in said
+    printed = capsys.readouterr().out
+    assert "step-1" not in printed
+    assert "1 checkpoint, " in printed
 
 
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         assert "2 of 2" in line_of(done.stdout, "step-3"), done.stdout
         assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
         assert "manifest damaged" in line_of(done.stdout, "step-2")
-        said = command("status", "--root", nodes[0].root).stdout
-        assert ": its manifest of step-3 is damaged; `repair` restores it" in said.partition("NODE")[0], said
-        said = command("verify", "--root", nodes[0].root).stdout
-        assert f"next step: `replicated-ckpt repair --root {nodes[0].root}` does this now." in said, said
+        printed = command("status", "--root", nodes[0].root).stdout
+        assert ": its manifest of step-3 is damaged; `repair` restores it" in printed.partition("NODE")[0], printed
+        printed = command("verify", "--root", nodes[0].root).stdout
+        assert f"next step: `replicated-ckpt repair --root {nodes[0].root}` does this now." in printed, printed
         json.loads(command("ls", "--root", nodes[0].root, "-o", "json").stdout)
 
 

@@ -33,7 +33,7 @@ def test_each_verb_takes_a_memory_tier(tiers: list[LocalStore]) -> None:
     """Agents of the tier run. As on a disk, a removal on one node leaves the copies of the other."""
     root = tiers[0].root
     with agents(tiers, "--lost-after-s", "600"):
-        for verb, code, told in (
+        for verb, code, printed in (
             ("ls", ExitCode.OK, "3 checkpoints"),
             ("show step-2", ExitCode.OK, "step-2: 2 of 2"),
             ("status", ExitCode.OK, "good"),
@@ -43,7 +43,7 @@ def test_each_verb_takes_a_memory_tier(tiers: list[LocalStore]) -> None:
             ("drain", ExitCode.OK, "may be taken down"),
         ):
             done = command(*verb.split(), "--root", root)
-            assert (done.returncode, told in done.stdout) == (code, True), done.stdout + done.stderr
+            assert (done.returncode, printed in done.stdout) == (code, True), done.stdout + done.stderr
     assert [name for name, _ in tiers[0].catalog.committed()] == ["step-3"]
 
 
@@ -56,11 +56,11 @@ def test_the_disk_lists_its_memory_tier(tmp_path: Path, tiers: list[LocalStore])
     assert "memory tier" not in command("ls", "--root", disk.root).stdout
     note_memory_tier(disk, tiers[0].root)
     for verb in ("ls", "status"):
-        told = [line for line in command(verb, "--root", disk.root).stdout.splitlines() if "memory tier" in line]
-        assert len(told) == 1
-        assert str(tiers[0].root) in told[0]
-        assert "the newest step-3" in told[0]
-        assert as_json(verb, "--root", disk.root)[1]["memory_tier"] == told
+        printed = [line for line in command(verb, "--root", disk.root).stdout.splitlines() if "memory tier" in line]
+        assert len(printed) == 1
+        assert str(tiers[0].root) in printed[0]
+        assert "the newest step-3" in printed[0]
+        assert as_json(verb, "--root", disk.root)[1]["memory_tier"] == printed
     shutil.rmtree(tiers[0].root)
     assert "empty on this node" in command("ls", "--root", disk.root).stdout
     assert not tiers[0].root.exists()

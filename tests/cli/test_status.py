@@ -22,7 +22,7 @@ from replicated_ckpt.stores.local.versions.readers import lock_version
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
-from tests.agent.repair.test_retention import tell
+from tests.agent.repair.test_retention import set_policy
 from tests.cli.commands import MAIN, as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
@@ -38,7 +38,9 @@ def test_a_second_agent_names_the_first(tmp_path: Path) -> None:
 
 
 def test_good_then_degraded_then_down(tmp_path: Path) -> None:
-    """All nodes answer: 0. The other node is killed: 1, with the checkpoint that is short. The own agent is killed: 5."""
+    """All nodes answer: 0. The other node is killed: 1, with the checkpoint that is short. The own agent is stopped or
+    killed: 5.
+    """
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT) as running:
@@ -220,11 +222,11 @@ def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
         assert moments == sorted(moments)
         assert moments[2] <= round(time.time(), 3)
         watching.send_signal(signal.SIGINT)
-        _, said = watching.communicate(timeout=30)
+        _, printed = watching.communicate(timeout=30)
     finally:
         watching.kill()
         watching.wait()
-    assert (watching.returncode, said) == (ExitCode.INTERRUPTED, "")
+    assert (watching.returncode, printed) == (ExitCode.INTERRUPTED, "")
 
 
 def test_repair_agrees_with_status_on_a_stale_save(tmp_path: Path) -> None:
@@ -260,8 +262,8 @@ def test_an_expired_checkpoint_is_not_lost(tmp_path: Path) -> None:
     assert lock is not None
     with agents(nodes) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
-        wait_for(lambda: not (nodes[1].root / "step-1").exists(), 30, "the end of the other part")
+            set_policy(agent, Retention(keep_last=1), revision=3)
+        wait_for(lambda: not (nodes[1].root / "step-1").exists(), 30, "the removal of the other part")
         done = command("status", "--root", nodes[0].root)
         assert done.returncode == ExitCode.OK, done.stdout
         assert "expired, still on host0" in command("ls", "--root", nodes[0].root).stdout

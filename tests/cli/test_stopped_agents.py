@@ -72,8 +72,8 @@ def test_repair_and_ls_agree_on_a_save_in_doubt(tmp_path: Path) -> None:
     staged = node.root / ".staging" / f"{2:032x}"
     staged.mkdir(parents=True)
     staged.with_suffix(".json").write_text("{}")
-    said = "all its nodes answer: the next save, load or round of re-protection completes or aborts it"
-    assert said in command("ls", "--root", node.root).stdout
+    line = "all its nodes answer: the next save, load or round of re-protection completes or aborts it"
+    assert line in command("ls", "--root", node.root).stdout
     repaired = command("repair", "--dry-run", "--root", node.root).stdout
-    assert said in repaired
+    assert line in repaired
     assert "--lost" not in repaired

@@ -28,7 +28,7 @@ def large_store(root: Path) -> LocalStore:
 
 
 @pytest.mark.parametrize(
-    ("read", "size", "seconds", "said"),
+    ("read", "size", "seconds", "text"),
     [
         (500_000_000, 2_000_000_000, 5.0, "500 MB of 2 GB (25%) read, 100 MB/s, 15 s left"),
         (2_000_000_000, 1_000_000_000, 1.0, "1 GB of 1 GB (100%) read, 2 GB/s, 0 s left"),
@@ -37,9 +37,9 @@ def large_store(root: Path) -> LocalStore:
         (10, 0, 1.0, ""),
     ],
 )
-def test_the_time_left_follows_from_the_rate(read: int, size: int, seconds: float, said: str) -> None:
+def test_the_time_left_follows_from_the_rate(read: int, size: int, seconds: float, text: str) -> None:
     """Before the first byte there is no text. The share never exceeds 100 %, although files may be read twice."""
-    assert describe_progress(read, size, seconds, "read") == said
+    assert describe_progress(read, size, seconds, "read") == text
 
 
 def test_the_command_shows_its_progress(tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ def test_nodes_are_listed_while_the_bucket_is_silent(
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     assert main([verb, "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
-    said = capsys.readouterr()
-    assert said.err.startswith(f"waiting for {URL} since 0.2 s")
-    assert f"replicated-ckpt {verb}: list {URL}: " in said.err
-    assert "1 checkpoint, " in said.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"waiting for {URL} since 0.2 s")
+    assert f"replicated-ckpt {verb}: list {URL}: " in printed.err
+    assert "1 checkpoint, " in printed.out
     assert main([verb, "-o", "json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
     assert "step-1" in str(json.loads(capsys.readouterr().out)["checkpoints"])
 
@@ -126,11 +126,11 @@ def test_a_newer_format_on_another_node_is_reported(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("said", "code"), [("", ExitCode.SHARD_LOST), (": not reached (no answer)", ExitCode.UNREACHABLE)]
+    ("suffix", "code"), [("", ExitCode.SHARD_LOST), (": not reached (no answer)", ExitCode.UNREACHABLE)]
 )
-def test_a_shard_of_an_unreachable_node_is_not_lost(said: str, code: ExitCode) -> None:
+def test_a_shard_of_an_unreachable_node_is_not_lost(suffix: str, code: ExitCode) -> None:
     """A missing shard has another exit code if an unreachable node may hold it."""
-    assert exit_code_of(ShardLost("step-1", {shard(0): "rank 0"}, [f"node b{said}"])) == code
+    assert exit_code_of(ShardLost("step-1", {shard(0): "rank 0"}, [f"node b{suffix}"])) == code
 
 
 def test_verify_of_only_a_stock_checkpoint_does_not_contradict_itself(

@@ -144,8 +144,8 @@ def test_a_machine_without_a_store_asks_the_named_nodes(
         codes = [done[verb].returncode for verb in asked]
         assert codes == [ExitCode.OK] * 4 + [ExitCode.NOT_FOUND], done
         two = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
-        assert "1 of 2 copies seen" in (said := command("ls", "--nodes", two).stdout)
-        assert "next step: host2 was not asked: name its agent with --nodes, too" in said, said
+        assert "1 of 2 copies seen" in (printed := command("ls", "--nodes", two).stdout)
+        assert "next step: host2 was not asked: name its agent with --nodes, too" in printed, printed
         checked = command("verify", "--nodes", two)
         assert checked.returncode == ExitCode.UNREACHABLE, checked
         assert checked.stdout.rstrip().endswith("all that was read is intact; 1 other node of it not asked"), checked

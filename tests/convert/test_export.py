@@ -95,9 +95,9 @@ def test_entries_that_safetensors_cannot_hold_are_one_line(tmp_path: Path, capsy
     dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
     command = ["export", "step-1", "--root", str(tmp_path / "node"), "--to", "safetensors", str(tmp_path / "out")]
     assert main(command) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "counter" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "counter" in line]
     names = "counter0, counter1, counter2, counter3 and 5 more"
-    assert told == [f"export: left out 9 entries without a tensor, which safetensors files cannot hold: {names}"]
+    assert lines == [f"export: left out 9 entries without a tensor, which safetensors files cannot hold: {names}"]
 
 
 def test_a_dcp_directory_is_read_by_stock_torch(saved: Saved, tmp_path: Path) -> None:
@@ -403,8 +403,10 @@ def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -
         printer._shown_at -= 2  # one line a second
         printer.show(Progress("writing", 10, 40))
         printer.show(Progress("verifying", 40, 40))
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"export: 10 B of 40 B \(25%\) written, [\d.]+ [kM]?B/s, \d s left\nexport: verifying\n", said)
+    printed = capsys.readouterr().err
+    assert re.fullmatch(
+        r"export: 10 B of 40 B \(25%\) written, [\d.]+ [kM]?B/s, \d s left\nexport: verifying\n", printed
+    )
     one, more = (Converted("step-1", "x", count, count, count, 0.2) for count in (1, 2))
     assert describe_converted(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
     assert describe_converted(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"

@@ -200,7 +200,7 @@ def pickled(value: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("format_", "raw", "said"),
+    ("format_", "raw", "message"),
     [
         ("torch", None, "does not exist"),
         ("torch", b"nothing", "not a file of torch.save"),
@@ -237,12 +237,12 @@ def pickled(value: Any) -> bytes:
         ("dcp", b"x", "no .metadata"),
     ],
 )
-def test_an_invalid_file_is_refused(tmp_path: Path, format_: str, raw: bytes | None, said: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, format_: str, raw: bytes | None, message: str) -> None:
     """The error says what is wrong, and no store is created."""
     path = tmp_path / "given"
     if raw is not None:
         path.write_bytes(raw)
-    with pytest.raises(ConfigInvalid, match=said):
+    with pytest.raises(ConfigInvalid, match=message):
         imported(path, tmp_path / "root", format_)
     assert not (tmp_path / "root").exists()
 

@@ -40,17 +40,17 @@ def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_each_entry_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries are read window by window, in the order of the shard. The progress ends at 100 %."""
     monkeypatch.setattr(source, "WINDOW_BYTES", 2 << 20)  # four layers
-    state, told = layers(), list[Progress]()
+    state, progress = layers(), list[Progress]()
     torch.save(state, tmp_path / "model.pth")
     root = tmp_path / "root"
-    import_checkpoint(tmp_path / "model.pth", "step-1", format="torch", root=root, copies=1, progress=told.append)
+    import_checkpoint(tmp_path / "model.pth", "step-1", format="torch", root=root, copies=1, progress=progress.append)
     assert main(["verify", "step-1", "--root", str(root)]) == 0
-    assert [each.step for each in told].count("verifying") == 1
-    assert max(each.done_bytes for each in told) == told[-1].total_bytes
+    assert [each.step for each in progress].count("verifying") == 1
+    assert max(each.done_bytes for each in progress) == progress[-1].total_bytes
     reads = reads_of(monkeypatch)
     for format_ in ("torch", "dcp"):
-        export_checkpoint("step-1", tmp_path / format_, format=format_, root=root, progress=told.append)
-        assert max(each.done_bytes for each in told) == told[-1].total_bytes
+        export_checkpoint("step-1", tmp_path / format_, format=format_, root=root, progress=progress.append)
+        assert max(each.done_bytes for each in progress) == progress[-1].total_bytes
     assert_equal(torch.load(tmp_path / "torch"), state)
     assert sum(reads) == 2 * 3 * LAYERS
     assert len(reads) <= 2 * 5, "too many reads, such as one for each object"

@@ -221,10 +221,10 @@ def test_the_example_of_a_custom_tier_keeps_the_contract(tmp_path: Path) -> None
     code = text_of("examples/own_tier.py")
     worse = code.replace("AND 'v' || hex(data) = ?", "AND ? != ''")
     assert worse != code
-    said = run_pytest(tmp_path, {"test_tier.py": code, "test_worse.py": worse})
-    (failed,) = re.findall(r"^FAILED (\S+)", said, flags=re.MULTILINE)
+    printed = run_pytest(tmp_path, {"test_tier.py": code, "test_worse.py": worse})
+    (failed,) = re.findall(r"^FAILED (\S+)", printed, flags=re.MULTILINE)
     assert re.fullmatch(r"test_worse\.py::\w+::test_a_mark_is_put_only_over_what_was_seen", failed)
-    (passed,) = re.findall(r"^1 failed, (\d+) passed", said, flags=re.MULTILINE)
+    (passed,) = re.findall(r"^1 failed, (\d+) passed", printed, flags=re.MULTILINE)
     assert int(passed) % 2 == 1, "both files have the same tests, and one of them failed"
 
 
@@ -240,8 +240,8 @@ def run_pytest(folder: Path, code_by_name: dict[str, str]) -> str:
     return done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("damage", "said"), [(False, "intact"), (True, "MISSING OR DAMAGED")])
-def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage: bool, said: str) -> None:
+@pytest.mark.parametrize(("damage", "verdict"), [(False, "intact"), (True, "MISSING OR DAMAGED")])
+def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage: bool, verdict: str) -> None:
     """The runbook's code reports an intact and a damaged shard, and a gathered checkpoint loads."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save({"a": torch.arange(4)}, checkpoint_id="step-1000", storage_writer=writer)
@@ -252,7 +252,7 @@ def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage:
     assert code.count('"/rescue/step-1000"') == 1
     with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(code.replace("/rescue", str(tmp_path)), {})
-    assert f"__0_0.distcp {said}" in output.getvalue()
+    assert f"__0_0.distcp {verdict}" in output.getvalue()
     if not damage:
         state = {"a": torch.zeros(4, dtype=torch.int64)}
         dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "step-1000"))

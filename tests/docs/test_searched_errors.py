@@ -29,13 +29,15 @@ def test_errors_that_people_search_for_are_explained(tmp_path: Path) -> None:
     """Each error is provoked with FileSystemReader, and docs/migrating.md quotes it."""
     page, folder = text_of("docs/migrating.md"), tmp_path / "step-1"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
-    said = "Missing key in checkpoint state_dict: scheduler_state.last_epoch."
-    assert said in page
-    assert said in failure(folder, dict(ADDED_LATER))
-    assert said in failure(folder, dict(ADDED_LATER), checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
-    said = "Size mismatch between saved torch.Size([3]) and current: torch.Size([4])"
-    assert said in page
-    assert said in failure(folder, {"w": torch.zeros(4)})
+    message = "Missing key in checkpoint state_dict: scheduler_state.last_epoch."
+    assert message in page
+    assert message in failure(folder, dict(ADDED_LATER))
+    assert message in failure(
+        folder, dict(ADDED_LATER), checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path)
+    )
+    message = "Size mismatch between saved torch.Size([3]) and current: torch.Size([4])"
+    assert message in page
+    assert message in failure(folder, {"w": torch.zeros(4)})
     (folder / "__0_0.distcp").unlink()
     assert "FileNotFoundError: [Errno 2] No such file or directory: '.../__2_0.distcp'" in page
     assert f"FileNotFoundError: [Errno 2] No such file or directory: '{folder}/__0_0.distcp'" in failure(
@@ -45,8 +47,8 @@ def test_errors_that_people_search_for_are_explained(tmp_path: Path) -> None:
     assert ShardLost.__name__ in ours
     assert "__0_0.distcp" in ours
     (folder / ".metadata").unlink()
-    said = failure(folder, {"w": torch.zeros(3)})
-    assert ".metadata" in said or "assert metadata is not None" in said  # torch 2.9 hides the error of the file
+    message = failure(folder, {"w": torch.zeros(3)})
+    assert ".metadata" in message or "assert metadata is not None" in message  # torch 2.9 hides the error of the file
     assert "/.metadata'" in page
 
 

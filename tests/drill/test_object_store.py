@@ -44,15 +44,15 @@ def test_moto_takes_objects_and_ends_with_the_drill(tmp_path: Path, monkeypatch:
     pytest.importorskip("moto")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    said: list[str] = []
-    with object_store.object_store(MOTO, tmp_path, keep=False, progress=said.append) as store:
+    printed: list[str] = []
+    with object_store.object_store(MOTO, tmp_path, keep=False, progress=printed.append) as store:
         assert store is not None
         client = open_client(ObjectTarget.check_supported(store.url, store.storage_options))
         client.put("a", b"b")
         assert client.list_keys("").sizes == {"a": 1}
         client.close()
         assert len(motos(tmp_path)) == 1
-        assert "moto at http://127.0.0.1:" in said[0]
+        assert "moto at http://127.0.0.1:" in printed[0]
     assert motos(tmp_path) == ()
 
 
@@ -98,15 +98,15 @@ def test_under_a_url_only_the_drills_own_prefix_is_removed(tmp_path: Path, *, ke
     pytest.importorskip("fsspec")
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "thesis.tex").touch()
-    said: list[str] = []
-    with object_store.object_store(f"file://{tmp_path}/bucket", tmp_path, keep=keep, progress=said.append) as store:
+    printed: list[str] = []
+    with object_store.object_store(f"file://{tmp_path}/bucket", tmp_path, keep=keep, progress=printed.append) as store:
         assert store is not None
         assert store.storage_options is None
         assert store.url.startswith(f"file://{tmp_path}/bucket/drill-")
         open_client(ObjectTarget.check_supported(store.url, None)).put("step-1/x/.metadata", b"b")
     kept = {".metadata", object_store._NOTE_KEY} if keep else set()
     assert files_in(tmp_path / "bucket") == {"thesis.tex"} | kept
-    assert any(line.startswith("kept: ") for line in said) is keep
+    assert any(line.startswith("kept: ") for line in printed) is keep
 
 
 @pytest.fixture

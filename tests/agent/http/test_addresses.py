@@ -65,18 +65,18 @@ def test_an_agent_listens_where_the_nodes_that_it_has_met_reach_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("said", "host"), [("[fd00::a]", "fd00::a"), ("fd00::a", "fd00::a"), ("node-3.cluster", "node-3.cluster")]
+    ("text", "host"), [("[fd00::a]", "fd00::a"), ("fd00::a", "fd00::a"), ("node-3.cluster", "node-3.cluster")]
 )
-def test_an_ipv6_address_may_have_brackets(monkeypatch: pytest.MonkeyPatch, said: str, host: str) -> None:
+def test_an_ipv6_address_may_have_brackets(monkeypatch: pytest.MonkeyPatch, text: str, host: str) -> None:
     """An IPv6 address may have the brackets that URLs need."""
-    monkeypatch.setenv(HOST_ENV, said)
+    monkeypatch.setenv(HOST_ENV, text)
     assert find_host()[0] == host
 
 
-@pytest.mark.parametrize("said", ["http://node-3", "node 3", "[fd00::a]:29600"])
-def test_an_invalid_host_variable_is_named(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+@pytest.mark.parametrize("text", ["http://node-3", "node 3", "[fd00::a]:29600"])
+def test_an_invalid_host_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """The rank with the wrong variable raises an error with the name of the variable."""
-    monkeypatch.setenv(HOST_ENV, said)
+    monkeypatch.setenv(HOST_ENV, text)
     with pytest.raises(ConfigInvalid, match=HOST_ENV):
         find_host()
 

@@ -272,7 +272,7 @@ def test_each_disk_error_has_its_own_hint(number: int, kind: type[StoreError], s
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("REPLICATED_CKPT_AGENT_NICE", "x", "must be a whole number, not 'x'"),
         ("REPLICATED_CKPT_AGENT_NICE", "20", "must be 0 to 19, not 20"),
@@ -282,14 +282,14 @@ def test_each_disk_error_has_its_own_hint(number: int, kind: type[StoreError], s
     ],
 )
 def test_a_variable_that_is_wrong_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     """A user who set a variable, and no option, gets an error with the name of the variable."""
     monkeypatch.setenv(variable, value)
     done = command("agent", tmp_path / "node")
     assert done.returncode == ExitCode.USAGE
     assert variable in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 # Nodes ---------------------------------------------------------------------------------------------------------------

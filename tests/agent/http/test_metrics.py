@@ -30,7 +30,7 @@ def test_a_scraper_gets_the_text_format(tmp_path: Path) -> None:
     root = tmp_path / "a"
     checkpointed([LocalStore(root)], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=1000)
     with running_agent(root) as agent:
-        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first look")
+        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first round")
         send_report(LocalStore(root), replace(SAVE, error="StoreFull"))
         wait_for(lambda: scraped(agent).get("errors_total{class=StoreFull,origin=save}"), 10, "the report")
         answer = scrape(agent, "/metrics?cluster=1")
@@ -53,13 +53,13 @@ def test_a_scraper_gets_the_text_format(tmp_path: Path) -> None:
 
 
 def test_a_node_shows_its_store(tmp_path: Path) -> None:
-    """Bytes by tier, free space, and nothing missing. Without a save by ranks there is no time of a last commit."""
+    """Bytes by tier, free space, and nothing missing. A checkpoint without a time has no commit timestamp."""
     root = tmp_path / "a"
     checkpointed([LocalStore(root)], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=1000)
     checkpointed([LocalStore(tmp_path / "memory")], 2, {"__0_0.distcp": (0,)}, copies=1, size_bytes=5000)
     note_memory_tier(LocalStore(root), tmp_path / "memory")
     with running_agent(root) as agent:
-        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first look")
+        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first round")
         found, nodes = scraped(agent), scraped(agent, "/metrics?cluster=1")
     assert found["copies_missing"] == found["shards_lost"] == found["damaged_files"] == 0
     assert found["stored_bytes{tier=node}"] == found["largest_save_bytes"] > 1000

@@ -91,12 +91,12 @@ def test_all_routes_are_listed() -> None:
 @pytest.mark.parametrize("query", ["", "?brief=1", "?brief=1&opening=1"])
 def test_only_the_owner_sees_the_whole_status(agent: RunningAgent, query: str) -> None:
     """Other tokens see which agent answers, and the progress of its check and copies: no paths, open saves or buckets."""
-    told = {"node_id", "incarnation", "start_id", "is_leaving", "tls_sha256", "verify", "bytes_fetched"}
+    public_fields = {"node_id", "incarnation", "start_id", "is_leaving", "tls_sha256", "verify", "bytes_fetched"}
     for token in (agent.endpoint.token, agent.endpoint.invitation()):
         with AgentClient(replace(agent.endpoint.address(), token=token)) as client:
-            assert client.call("GET", f"/v1/status{query}").keys() == told
+            assert client.call("GET", f"/v1/status{query}").keys() == public_fields
     with agent.client() as owner:
-        assert owner.call("GET", f"/v1/status{query}").keys() > told | {"root", "pid"}
+        assert owner.call("GET", f"/v1/status{query}").keys() > public_fields | {"root", "pid"}
 
 
 VERBS = sorted(rights_in_the_table_of_verbs(), key=lambda verb: (verb.endswith("shutdown"), verb))

@@ -212,10 +212,10 @@ def test_without_the_package_for_certificates_a_warning_says_what_to_install(tmp
         [sys.executable, "-c", WITHOUT_CRYPTOGRAPHY, tmp_path / "a"], env=environment, stderr=subprocess.PIPE, text=True
     ) as agent:
         rank = [sys.executable, "-W", "default", "-c", RANK_WITHOUT, str(tmp_path / "a")]
-        said = agent.stderr.readline() if agent.stderr else ""  # logged before the agent serves
+        warning_line = agent.stderr.readline() if agent.stderr else ""  # logged before the agent serves
         done = subprocess.run(rank, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
-        assert "pip install cryptography" in said
+        assert "pip install cryptography" in warning_line
         assert done.stdout.count("pip install cryptography") == 1
         agent.terminate()
 
@@ -291,9 +291,9 @@ def test_without_the_package_an_unencrypted_peer_is_warned_about(
         with AgentClient(replace(far, node_id="trusted"), 3) as client:
             client.call("GET", "/v1/status")
         assert len(got) == 4
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert far.label in said
-    assert "pip install cryptography" in said
+    (warning_line,) = [record.getMessage() for record in caplog.records]
+    assert far.label in warning_line
+    assert "pip install cryptography" in warning_line
 
 
 def test_without_the_package_a_known_certificate_stays_required(

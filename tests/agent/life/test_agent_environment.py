@@ -116,8 +116,8 @@ def test_the_agent_has_the_utf8_mode_of_its_rank(mode: str) -> None:
     rank = [sys.executable, "-c", f"{asked}; print(json.dumps(python()))"]
     agent = json.loads(subprocess.run(rank, env=environment, capture_output=True, timeout=60, check=True).stdout)
     options = agent[: agent.index(next(word for word in agent if word.endswith("isolated.py")))]
-    said = [*options, "-c", "import sys; print(sys.flags.utf8_mode)"]
-    found = subprocess.run(said, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    command = [*options, "-c", "import sys; print(sys.flags.utf8_mode)"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == mode
 
 

@@ -55,13 +55,13 @@ def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: in
             with running_agent(roots[2], *OFTEN) as clone:
                 assert clone.endpoint.node_id == node_id
                 for agent in (peer, clone):
-                    (said,) = wait_for(partial(duplicate_nodes, agent), 30.0, "a line about two agents")
-                    assert f"Two agents are node {node_id}: at 127.0.0.1:" in said
+                    (warning,) = wait_for(partial(duplicate_nodes, agent), 30.0, "the warning about two agents")
+                    assert f"Two agents are node {node_id}: at 127.0.0.1:" in warning
                     code, found = as_json("status", "--root", agent.root)
                     assert code == ExitCode.FAILED
-                    assert said in found["reasons"]
+                    assert warning in found["reasons"]
                 assert duplicate_nodes(node) == []
-            wait_for(lambda: not duplicate_nodes(peer), 30.0, "the end of that line")
+            wait_for(lambda: not duplicate_nodes(peer), 30.0, "the end of the warning")
         (known,) = PeerBook(peer.root / ".agent").read_all()
         assert known.port == node.endpoint.port, "the peer took the address of the clone"
     log = (roots[0] / "agent.out").read_text()
@@ -77,9 +77,9 @@ def test_a_peer_without_an_answer_does_not_clear_a_refusal(tmp_path: Path) -> No
     greeter = Greeter(book, Endpoint("b" * 12, "127.0.0.1", 2, "t" * 32, 1, "0"))
     unheard = StoreUnavailable("a peer", "hear", "node b", "greets too often")
     answers = [ConfigInvalid("Two agents are node b."), unheard, unheard, None]
-    said = []
+    refusals = []
     with mock.patch.object(Greeter, "_tell", side_effect=answers):
         for _ in answers:
             greeter.greet_all()
-            said.append([*greeter.describe_refusals()])
-    assert said == [[str(answers[0])]] * 3 + [[]]
+            refusals.append([*greeter.describe_refusals()])
+    assert refusals == [[str(answers[0])]] * 3 + [[]]

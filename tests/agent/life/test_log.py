@@ -141,12 +141,12 @@ def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeyp
             with pytest.raises(Exception, match="no such verb"):
                 client.call("GET", "/v1/nothing")
             client.call("GET", "/v1/status")
-        said = log.read_text().removeprefix(before)
-        unauthenticated = [line for line in said.splitlines() if "/v1/nothing" not in line]
-        assert len(unauthenticated) <= 2, said[:2000]
-        assert len(said) < 2000
-        assert "no valid token from 127.0.0.1" in said
-        assert "/v1/nothing" in said
+        added = log.read_text().removeprefix(before)
+        unauthenticated = [line for line in added.splitlines() if "/v1/nothing" not in line]
+        assert len(unauthenticated) <= 2, added[:2000]
+        assert len(added) < 2000
+        assert "no valid token from 127.0.0.1" in added
+        assert "/v1/nothing" in added
     finally:
         stop_agent(root)
 
@@ -160,5 +160,5 @@ def test_a_reset_connection_is_one_line(tmp_path: Path) -> None:
             assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
         log = tmp_path / "root" / "agent.out"
-        wait_for(lambda: "connection broke: ConnectionResetError" in log.read_text(), 10, "a line about it")
+        wait_for(lambda: "connection broke: ConnectionResetError" in log.read_text(), 10, "the log line")
         assert "Traceback" not in log.read_text()

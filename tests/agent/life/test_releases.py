@@ -60,10 +60,10 @@ def test_an_agent_refuses_another_protocol(tmp_path: Path, release: tuple[int, s
 def test_a_survey_of_another_release_is_read() -> None:
     """A survey of a later release has more fields, one of an earlier release has no silent nodes: both are read."""
     survey = Survey("{}", (), (), ("node a",), silent=("b",))
-    told = survey.to_json()
-    assert Survey.from_json(json.loads(json.dumps({**told, "of_a_later_release": 1}))) == survey
-    del told["silent"], told["skipped"]
-    assert Survey.from_json(json.loads(json.dumps(told))) == replace(survey, silent=())
+    document = survey.to_json()
+    assert Survey.from_json(json.loads(json.dumps({**document, "of_a_later_release": 1}))) == survey
+    del document["silent"], document["skipped"]
+    assert Survey.from_json(json.loads(json.dumps(document))) == replace(survey, silent=())
 
 
 def test_an_older_agent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +108,8 @@ def test_a_save_fails_with_the_release_of_each_node(tmp_path: Path) -> None:
             save = call(state.save, kinds=["plain"], checkpoint_id="step-1")
             attempt = cluster.attempt([save], nodes=[0, 1], grace_s=30.0)
         assert attempt.codes == [1, 1]
-        for said in attempt.failures:
-            assert f"The agent of node {newer.node_id} on " in said
-            assert f"runs replicated_ckpt {NEWER[1]} (protocol {NEWER[0]}), but this rank runs {__version__}" in said
-            assert WHAT_TO_DO in said
+        for failure in attempt.failures:
+            assert f"The agent of node {newer.node_id} on " in failure
+            assert f"runs replicated_ckpt {NEWER[1]} (protocol {NEWER[0]}), but this rank runs {__version__}" in failure
+            assert WHAT_TO_DO in failure
         assert [node.checkpoints() | set(node.staging()) for node in cluster.nodes] == [set(), set()]

@@ -96,7 +96,7 @@ def test_a_renewed_certificate_is_used(secret: Secret, pair: tuple[RunningAgent,
     wait_for(lambda: shown(first.root) == new, WITHIN_S, "the new certificate")
     assert answers(first.endpoint.address())
     assert answers(replace(first.endpoint.address(), tls_sha256=new))
-    wait_for(lambda: address_in_book(first, second).tls_sha256 == new, WITHIN_S, "the peer's knowledge")
+    wait_for(lambda: address_in_book(first, second).tls_sha256 == new, WITHIN_S, "the certificate in the peer's book")
     first.process.kill()
     first.process.wait()
     with running_agent(first.root, *secret.arguments) as again:
@@ -114,7 +114,7 @@ def test_a_certificate_without_its_key_is_not_used(tmp_path: Path) -> None:
     with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
         Path(new_cert).replace(cert)
         log = tmp_path / "a" / "agent.out"
-        wait_for(lambda: "keeps the previous certificate" in log.read_text(), WITHIN_S, "the agent's look")
+        wait_for(lambda: "keeps the previous certificate" in log.read_text(), WITHIN_S, "the failed renewal")
         assert shown(agent.root) == agent.endpoint.tls_sha256
         assert answers(agent.endpoint.address())
         Path(new_key).replace(key)
@@ -128,9 +128,9 @@ def test_only_the_agent_can_change_its_certificate(tmp_path: Path, pair: tuple[R
     """
     first, second = pair
     other = fingerprint(certificate(tmp_path, "thief")[0])
-    said = replace(first.endpoint.address(), tls_sha256=other, host="")
+    forged = replace(first.endpoint.address(), tls_sha256=other, host="")
     with second.peer() as client, pytest.raises(StoreDenied, match="does not confirm that"):
-        client.call("POST", "/v1/hello", {"peer": said.to_json()})
+        client.call("POST", "/v1/hello", {"peer": forged.to_json()})
     assert address_in_book(first, second).tls_sha256 == first.endpoint.tls_sha256
 
 
@@ -142,18 +142,18 @@ def test_a_certificate_that_changes_during_greetings_is_announced(
     """The certificate changes during a round of greetings: the peers are greeted once more."""
     peers, shown = PeerBook(tmp_path), Endpoint("a" * 12, "127.0.0.1", 1, "t" * 32, 1, "0", tls_sha256="1" * 64)
     peers.learn([AgentAddress("b" * 12, "127.0.0.1", 2, "t" * 32)])
-    greeter, told = Greeter(peers, shown), []
+    greeter, greetings = Greeter(peers, shown), []
 
     def tell(*_: Any) -> None:
-        told.append("hello")
-        if len(told) == 1:
+        greetings.append("hello")
+        if len(greetings) == 1:
             greeter._register(replace(shown, tls_sha256="2" * 64))
 
     monkeypatch.setattr(greeter, "_tell", tell)
     greeter.greet_all()
     greeter.greet_all()
     greeter.greet_all()
-    assert told == ["hello", "hello"]
+    assert greetings == ["hello", "hello"]
 
 
 def test_a_running_job_is_not_disturbed(tmp_path: Path, secret: Secret) -> None:

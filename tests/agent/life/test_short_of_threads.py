@@ -135,10 +135,10 @@ def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None
 def test_the_hint_for_a_slow_bucket_is_about_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hint for a slow bucket is about its URL and the network, not about the agent of a node."""
     monkeypatch.setattr(Prober, "_probe", lambda *_: None)
-    said = Prober(UploadBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
-    assert "it has not answered yet" in said
-    assert "check the URL and the network" in said
-    assert "agent runs" not in said
+    error = Prober(UploadBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
+    assert "it has not answered yet" in error
+    assert "check the URL and the network" in error
+    assert "agent runs" not in error
 
 
 def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:

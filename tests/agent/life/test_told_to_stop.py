@@ -84,7 +84,7 @@ def test_a_stopping_agent_opens_no_save(job: Job) -> None:
     for rank in (0, 1):
         job.submit(rank)
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
     with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="it is stopping") as refused:
         client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": peers_of(*job.agents)})
@@ -105,7 +105,7 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
     job.finish()
     job.die()
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     store = job.stores[0]
     try:
         post = register_for_save(store, None)
@@ -139,7 +139,7 @@ def test_a_supervised_agent_replaces_the_agent_of_ranks(job: Job, monkeypatch: p
 
     def begin_save() -> NodePost:
         wait_for(
-            lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for"
+            lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent"
         )
         return register_for_save(store, None)
 
@@ -156,7 +156,7 @@ def test_a_supervised_agent_replaces_the_agent_of_ranks(job: Job, monkeypatch: p
             with pytest.raises(AssertionError, match="Another agent already serves"), running_agent(kept.root):
                 pass
             assert kept.process.poll() is None
-    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
+    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "the save on both nodes")
 
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
@@ -165,7 +165,7 @@ def test_a_stopping_agent_writes_the_shards_that_it_takes(job: Job) -> None:
     exits.
     """
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     store, name = job.stores[0], str(ShardName(0, 0))
     store.begin(Intent(NEXT, "step-2", "t", overwrite=False, nodes=tuple(job.nodes), coordinator=job.nodes[1]))
     job.held.append(store.lock_save(NEXT))
@@ -188,7 +188,7 @@ def test_a_second_sigterm_ends_the_agent_at_once(job: Job) -> None:
     job.submit(1)
     job.finish()
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
     assert (

@@ -152,9 +152,9 @@ def test_an_unrecoverable_save_is_removed_once_a_newer_one_is_complete(service: 
     assert is_staged(service, NEW)
     (doubt,) = service.in_doubt.read_all()
     (shown,) = list_waiting(service.store, [doubt.to_json()])
-    said = shown.describe(look_at_nodes(service.store, asks_own=False))
-    assert f"save {NEW} of step-10: could not be recovered, and is tried again: GET" in said
-    assert METADATA_NAME in said
+    printed = shown.describe(look_at_nodes(service.store, asks_own=False))
+    assert f"save {NEW} of step-10: could not be recovered, and is tried again: GET" in printed
+    assert METADATA_NAME in printed
     drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
     assert service.in_doubt.read_all() == ()
@@ -249,10 +249,10 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(
     assert f"To publish it instead, rename {service.store.root}/step-10" in raised.value.hint
     for command in (["ls"], ["repair", "--dry-run"], ["repair", "--dry-run", "--lost", OTHER]):
         main([*command, "--root", str(service.store.root)])
-        said = capsys.readouterr().out
-        assert f"it is decided, but save {OLD} has its name on this node" in said
-        assert "--lost" not in said
-        assert "to do: abort" not in said
+        printed = capsys.readouterr().out
+        assert f"it is decided, but save {OLD} has its name on this node" in printed
+        assert "--lost" not in printed
+        assert "to do: abort" not in printed
     (service.store.root / "step-10").rename(service.store.root / "theirs")
     assert settling.abort_lost(service, NEW, [OTHER]) == ()
     assert service.store.catalog.checkpoint_of(NEW) == "step-10"
@@ -410,8 +410,8 @@ def test_why_a_save_is_not_settled_is_logged_once(service: NodeService, caplog: 
     for why in ("a bad bit", "a bad bit", "no answer"):
         with mock.patch.object(settling, "_answers", side_effect=PeerProtocolError(why)):
             settle(service, [stale_save], [])
-    said = [record.getMessage() for record in caplog.records if "could not recover" in record.getMessage()]
-    assert [why in line for why, line in zip(("a bad bit", "no answer"), said, strict=True)] == [True, True]
+    lines = [record.getMessage() for record in caplog.records if "could not recover" in record.getMessage()]
+    assert [why in line for why, line in zip(("a bad bit", "no answer"), lines, strict=True)] == [True, True]
 
 
 AS_ANOTHER_USER = """

@@ -33,9 +33,9 @@ PATIENT = ("--lost-after-s", "600")
 
 def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     """Runs a command in this process, which saves the start of a Python."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = main([verb, "--root", str(root), *options])
-    return subprocess.CompletedProcess(verb, code, said.getvalue())
+    return subprocess.CompletedProcess(verb, code, printed.getvalue())
 
 
 def as_json(verb: str, root: Path) -> tuple[int, dict[str, Any]]:
@@ -59,7 +59,7 @@ def rounds(running: RunningAgent, count: int) -> None:
 def assert_all_report(nodes: Sequence[LocalStore], running: Sequence[RunningAgent], *, done: bool) -> None:
     """Asserts that the status of every agent, `verify` and `repair --dry-run` all report `done`."""
     code, found = as_json("verify", nodes[0].root)
-    wait_for(lambda: not any(status(agent)["restoring"] for agent in running), 90, "rest")
+    wait_for(lambda: not any(status(agent)["restoring"] for agent in running), 90, "the end of all work")
     assert {status(agent)["protection"]["is_complete"] for agent in running} == {done}
     assert found["is_intact"] is done
     assert (code == ExitCode.OK) is done
@@ -73,8 +73,8 @@ def test_agents_restore_metadata_and_manifest(tmp_path: Path) -> None:
     flip(nodes[0].root / "step-1" / METADATA_NAME, 100)
     flip(nodes[1].root / "step-1" / MANIFEST_NAME, 60)
     with agents(nodes, *PATIENT, "--scrub-every-s", "0.5") as running:
-        wait_for(lambda: not any(findings(store) for store in nodes), 90, "being whole again")
-        wait_for(protected(*running), 90, "being done")
+        wait_for(lambda: not any(findings(store) for store in nodes), 90, "the end of all findings")
+        wait_for(protected(*running), 90, "all copies")
         assert sequence_in(nodes[2]) == 1
         assert_all_report(nodes, running, done=True)
     assert [quarantined(store) for store in nodes] == [[METADATA_NAME], [MANIFEST_NAME], []]
@@ -107,8 +107,8 @@ def test_a_node_with_metadata_only_counts(tmp_path: Path, name: str) -> None:
     if name == METADATA_NAME:
         (nodes[0].root / "step-1" / MANIFEST_NAME).write_bytes(b"{}")
     with agents(nodes, *PATIENT) as running:
-        wait_for(lambda: not any(findings(store) for store in nodes), 90, "being whole again")
-        wait_for(protected(*running), 90, "being done")
+        wait_for(lambda: not any(findings(store) for store in nodes), 90, "the end of all findings")
+        wait_for(protected(*running), 90, "all copies")
         assert [sequence_in(store) for store in nodes] == [1, 1, 1]
         assert_all_report(nodes, running, done=True)
 
@@ -126,7 +126,7 @@ def test_a_footer_is_rebuilt_from_the_last_copys_data(tmp_path: Path, damage: st
     shutil.rmtree(nodes[1].root)
     with agents([nodes[0]], "--scrub-every-s", "0.5") as running:
         wait_for(lambda: held(nodes[0]) == set(PAIR), 90, "the footer")
-        wait_for(protected(*running), 90, "being done")
+        wait_for(protected(*running), 90, "all copies")
         assert_all_report(nodes[:1], running, done=True)
     assert path.read_bytes() == raw
     assert quarantined(nodes[0]) == [shard(0)]
@@ -141,7 +141,7 @@ def test_a_damaged_copy_beyond_those_wanted_is_mended(tmp_path: Path) -> None:
     with agents(nodes, *PATIENT) as running:
         wait_for(protected(*running), 90, "no work, as the damage is not found yet")
         assert command("repair", nodes[0].root).returncode == ExitCode.OK
-        wait_for(protected(*running), 90, "being done")
+        wait_for(protected(*running), 90, "all copies")
         assert_all_report(nodes, running, done=True)
     assert findings(nodes[2]) == []
 
@@ -151,11 +151,11 @@ def test_agents_restore_what_verify_found(tmp_path: Path) -> None:
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT) as running:
-        wait_for(protected(*running), 90, "being at rest")
+        wait_for(protected(*running), 90, "the end of all work")
         flip(nodes[1].root / "step-1" / shard(1), 1000)
         assert command("verify", nodes[0].root).returncode == ExitCode.FAILED
-        wait_for(lambda: held(nodes[1]) == set(PAIR), 90, "the mended copy")
-        wait_for(protected(*running), 90, "being done")
+        wait_for(lambda: held(nodes[1]) == set(PAIR), 90, "the restored copy")
+        wait_for(protected(*running), 90, "all copies")
         assert_all_report(nodes, running, done=True)
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_can_be_read_again_is_no_loss(tmp_path: Path) -> None:
     raw = json.dumps({"bad": note, "scrubbed_to": ""})
     (nodes[0].agent_directory() / "damage.json").write_text(raw)
     with agents(nodes) as running:
-        wait_for(protected(*running), 90, "being done")
+        wait_for(protected(*running), 90, "all copies")
         assert_all_report(nodes, running, done=True)
 
 
@@ -194,7 +194,7 @@ def test_a_shard_of_no_save_is_quarantined(tmp_path: Path) -> None:
     shutil.copy(nodes[0].root / "step-1" / shard(0), nodes[0].root / "step-1" / shard(9))
     with agents(nodes, *PATIENT) as running:
         wait_for(lambda: not (nodes[0].root / "step-1" / shard(9)).exists(), 90, "its removal")
-        wait_for(protected(*running), 90, "being done")
+        wait_for(protected(*running), 90, "all copies")
         assert_all_report(nodes, running, done=True)
     assert quarantined(nodes[0]) == [shard(9)]
 
@@ -205,7 +205,7 @@ def test_a_copy_that_lies_elsewhere_is_not_missing(tmp_path: Path) -> None:
     checkpointed(nodes, 1, RING)
     (nodes[0].root / "step-1" / shard(0)).rename(nodes[2].root / "step-1" / shard(0))
     with agents(nodes, *PATIENT) as running:
-        wait_for(protected(*running), 90, "being done")
+        wait_for(protected(*running), 90, "all copies")
         assert_all_report(nodes, running, done=True)
         assert status(running[0])["protection"]["bytes_copied"] == 0
 
@@ -259,7 +259,7 @@ def test_files_of_an_unknown_save_wait_for_silent_nodes(tmp_path: Path) -> None:
     checkpointed(nodes[:2], 1, PAIR)
     checkpointed(nodes[2:], 2, PAIR)
     with agents(nodes[2:], *PATIENT) as met:
-        wait_for(protected(*met), 90, "being done")
+        wait_for(protected(*met), 90, "all copies")
     flip(nodes[2].root / "step-1" / MANIFEST_NAME, 60)
     before = tree(nodes[2].root)
     with agents(nodes[:3], *PATIENT) as running:
@@ -274,7 +274,7 @@ def test_files_of_an_unknown_save_wait_for_silent_nodes(tmp_path: Path) -> None:
         with running_agent(nodes[3].root, *PATIENT) as back:
             meet(*running, back)
             wait_for(lambda: [sequence_in(store) for store in nodes] == [2] * 4, 90, "the newer save on all nodes")
-            wait_for(protected(*running, back), 90, "being done")
+            wait_for(protected(*running, back), 90, "all copies")
             assert_all_report(nodes, [*running, back], done=True)
 
 
@@ -319,7 +319,7 @@ def test_the_newer_save_is_read_before_the_older_one_is_removed(tmp_path: Path) 
     bad, good = sorted(newer.shards)
     flip(nodes[1].root / "step-1" / bad, 100)
     with agents(nodes[:2], *QUICK) as running:
-        wait_for(lambda: held(nodes[1]) == {good}, 30, "the bad copy being set aside")
+        wait_for(lambda: held(nodes[1]) == {good}, 30, "the quarantine of the damaged copy")
         rounds(running[0], STALE_ROUNDS_MAX + 1)
     assert held(nodes[0]) >= set(old.shards)
 
@@ -335,6 +335,6 @@ def test_a_replaced_version_is_restored_under_a_free_name(tmp_path: Path) -> Non
     kept.with_name(METADATA_NAME).rename(kept.with_name(version_metadata_name(made.save_id)))
     with agents(nodes, *QUICK) as running:
         wait_for(lambda: sequence_in(nodes[1]) == 1 and not kept.exists(), 30, "the name")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert held(nodes[1]) == {shard(0), shard(1)}
     assert [findings(store) for store in nodes] == [[], []]

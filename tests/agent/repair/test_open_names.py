@@ -32,13 +32,13 @@ def test_a_copy_waits_for_the_save_that_is_open_under_its_name(tmp_path: Path) -
     blank.begin(Intent(SAVE, "step-1", "a session", overwrite=False))
     lock = blank.lock_save(SAVE)
     with agents([nodes[0], blank]) as running:
-        said = f"ranks of this node are writing save {SAVE}"
-        wait_for(lambda: said in (blank.root / "agent.out").read_text(), 30, "the log line of the wait")
+        line = f"ranks of this node are writing save {SAVE}"
+        wait_for(lambda: line in (blank.root / "agent.out").read_text(), 30, "the log line of the wait")
         assert held(blank) == set()
         blank.abort(SAVE)
         lock.release()
         wait_for(lambda: held(blank) == set(PAIR), 30, "the copies of the blank node")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
 
 
 def test_a_copy_waits_for_a_save_that_was_opened_just_now(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
         wait_for(
             lambda: all(held(store, i) == set(RING) for store in nodes[:2] for i in ("step-1", "step-2")), 30, "copies"
         )
-        wait_for(protected(*running[:2]), 30, "being done")
+        wait_for(protected(*running[:2]), 30, "all copies")
         assert "re-protection is done" in (nodes[0].root / "agent.out").read_text()
     assert [findings(store) for store in nodes[:2]] == [[], []]
     assert not list((nodes[0].root / ".incoming").glob("*"))
@@ -89,7 +89,7 @@ def test_a_blank_node_is_filled(tmp_path: Path) -> None:
     checkpointed(nodes[:2], 1, PAIR)
     with agents([nodes[0], nodes[2]]) as running:
         wait_for(lambda: held(nodes[2]) == set(PAIR), 30, "the copies of the blank node")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert findings(nodes[2]) == []
 
 
@@ -316,7 +316,7 @@ def test_re_protection_pauses_for_a_load(tmp_path: Path, monkeypatch: pytest.Mon
         reprotector.start()
         wait_for(lambda: rounds() == 1, 10, "the first round")
         reprotector.wake_for_load()
-        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "it waits for the load")
+        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "the pause for the load")
         assert rounds() == 1
         assert reprotector.is_busy, "the agent does not exit during the pause"
         reprotector.wake()
@@ -344,7 +344,7 @@ def test_no_repair_waits_for_a_load_that_began_before_the_last_round(
     try:
         reprotector.start()
         reprotector.wake_for_load()
-        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "it waits for the load")
+        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "the pause for the load")
         before = reprotector.status()["rounds"]
         reprotector.wake_for_load()
         wait_for(lambda: reprotector.status()["rounds"] != before, 10, "the next round")
@@ -375,8 +375,8 @@ def test_damaged_files_are_quarantined_and_restored(tmp_path: Path, name: str) -
     checkpointed(nodes, 9, PAIR, checkpoint_id="removed")
     (nodes[0].root / "removed" / name).unlink()
     with agents(nodes, "--scrub-every-s", "0.5", "--scrub-mib-per-s", "500") as running:
-        wait_for(lambda: not findings(nodes[0]), 120, "being whole again")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(lambda: not findings(nodes[0]), 120, "the end of all findings")
+        wait_for(protected(*running), 30, "all copies")
         wait_for(lambda: status(running[0])["scrub"]["passes"] > 0, 30, "a pass of the scrub")
     assert findings(nodes[0]) == findings(nodes[1]) == []
     assert quarantined(nodes[0]) == [name] * len(kinds)
@@ -407,7 +407,7 @@ def test_a_good_file_that_is_suspected_stays(tmp_path: Path) -> None:
             client.call(
                 "POST", "/v1/suspects", {"checkpoint_id": "step-1", "save_id": manifest.save_id, "name": shard(0)}
             )
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert quarantined(nodes[0]) == []
     assert held(nodes[0]) == set(PAIR)
 
@@ -422,7 +422,7 @@ def test_two_copies_damaged_in_different_blocks_make_a_good_one(tmp_path: Path) 
     with agents(nodes) as running:
         wait_for(lambda: held(nodes[2]) == {shard(0)}, 30, "the third copy")
         wait_for(lambda: all(held(store) == {shard(0)} for store in nodes), 30, "all three")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert [quarantined(store) for store in nodes] == [[shard(0)], [shard(0)], []]
     assert manifest.copies == 3
 
@@ -439,7 +439,7 @@ def test_an_agent_that_restarts_on_another_port_is_found(tmp_path: Path) -> None
             assert back.endpoint.port != running[1].endpoint.port
             assert back.endpoint.incarnation == running[1].endpoint.incarnation + 1
             wait_for(lambda: held(nodes[1]) == set(PAIR), 30, "its copy")
-            wait_for(protected(running[0], back), 30, "being done")
+            wait_for(protected(running[0], back), 30, "all copies")
             (known,) = PeerBook(running[0].root / ".agent").read_all()
             assert known.port == back.endpoint.port
 
@@ -450,13 +450,13 @@ def test_a_checkpoint_removed_on_every_node_stays_removed(tmp_path: Path) -> Non
     checkpointed(nodes, 1, PAIR)
     checkpointed(nodes, 2, PAIR, checkpoint_id="step-2")
     with agents(nodes, "--lost-after-s", "20") as running:
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
         shutil.rmtree(nodes[0].root / "step-1")
         meet(*running)  # starts a round
-        wait_for(lambda: status(running[0])["protection"]["planned"] > 0, 10, "a plan that is held back")
+        wait_for(lambda: status(running[0])["protection"]["planned"] > 0, 10, "a deferred plan")
         shutil.rmtree(nodes[1].root / "step-1")
         meet(*running)
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
         assert not (nodes[0].root / "step-1").exists()
         assert not (nodes[1].root / "step-1").exists()
     assert [findings(store) for store in nodes] == [[], []]

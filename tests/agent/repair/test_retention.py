@@ -48,8 +48,8 @@ def meet(*running: RunningAgent) -> None:
             client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "meeting"})
 
 
-def tell(agent: RunningAgent, retention: Retention | None, *, revision: int, scope: str = "") -> None:
-    tell_policies(agent, [Policy(scope, NODES, revision, retention).to_json()])
+def set_policy(agent: RunningAgent, retention: Retention | None, *, revision: int, scope: str = "") -> None:
+    set_policies(agent, [Policy(scope, NODES, revision, retention).to_json()])
 
 
 def stored(folder: Path, count: int, numbers: Sequence[int]) -> list[LocalStore]:
@@ -87,7 +87,7 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
     with agents(stores) as running:
         stays(stores, *running)
         for agent in running:
-            tell(agent, Retention(keep_last=2, keep_every=4), revision=7)
+            set_policy(agent, Retention(keep_last=2, keep_every=4), revision=7)
         gone_to(stores, [4, 6, 7])
         with running[0].client() as client:
             counted = partial(client.call, "GET", "/v1/status")  # counted a moment after the directory is removed
@@ -115,7 +115,7 @@ def test_a_node_that_was_away_removes_only_by_its_own_ranks_policy(tmp_path: Pat
         all_three[2].signal(how)
         all_three[2].process.wait(10)
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
         gone_to(stores[:2], [3])
         checkpointed(stores, 4, RING, checkpoint_id="step-4", size_bytes=SMALL, on=(0, 1))
         meet(*running)
@@ -126,7 +126,7 @@ def test_a_node_that_was_away_removes_only_by_its_own_ranks_policy(tmp_path: Pat
             stays(stores, *running, back)
             with back.client() as client:
                 wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
-            tell(back, Retention(keep_last=1), revision=4)
+            set_policy(back, Retention(keep_last=1), revision=4)
             gone_to(stores, [4])
             stays(stores, *running, back)
     assert [findings(store) for store in stores[:2]] == [[], []]
@@ -139,22 +139,22 @@ def test_nothing_is_removed_while_a_node_is_silent(tmp_path: Path) -> None:
     with agents(stores, *PATIENT) as running:
         running[2].signal(signal.SIGSTOP)
         for agent in running[:2]:
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
         until = time.monotonic() + 2 * SETTLED_S
         while time.monotonic() < until:
             time.sleep(0.2)
             assert there(stores[0]) == there(stores[1]) == [1, 2, 3]
         running[2].signal(signal.SIGCONT)
-        tell(running[2], Retention(keep_last=1), revision=3)
+        set_policy(running[2], Retention(keep_last=1), revision=3)
         meet(*running)
         gone_to(stores, [3])
     stores = stored(tmp_path / "given-up", 3, (1, 2, 3))
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=3), revision=3)
+            set_policy(agent, Retention(keep_last=3), revision=3)
         running[2].signal(signal.SIGKILL)
         for agent in running[:2]:
-            tell(agent, Retention(keep_last=1), revision=4)
+            set_policy(agent, Retention(keep_last=1), revision=4)
         gone_to(stores[:2], [3])
 
 
@@ -165,7 +165,7 @@ def test_the_newest_complete_checkpoint_stays(tmp_path: Path) -> None:
         (store.root / "step-3" / shard(1)).unlink()
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
         gone_to(stores, [2, 3])
         stays(stores, *running)
 
@@ -174,15 +174,15 @@ def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
     """A node with an older policy removes nothing that a newer policy on another node keeps."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     with running_agent(stores[1].root, *QUICK) as other:
-        tell(other, None, revision=9)
+        set_policy(other, None, revision=9)
         with running_agent(stores[0].root, *QUICK) as agent:
             meet(agent, other)
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
             stays(stores, agent, other)
-            tell(agent, Retention(keep_last=2), revision=10)
+            set_policy(agent, Retention(keep_last=2), revision=10)
             gone_to(stores[:1], [2, 3])
             assert there(stores[1]) == [1, 2, 3]
-            tell(other, Retention(keep_last=2), revision=10)
+            set_policy(other, Retention(keep_last=2), revision=10)
             gone_to(stores, [2, 3])
 
 
@@ -207,7 +207,7 @@ def test_a_part_of_an_overwritten_checkpoint_does_not_come_back(tmp_path: Path, 
         if gone_by == "newer one seen whole":
             wait_for(lambda: not any(replaced_saves(store) for store in stores[:2]), 20, "its removal")
         for agent in running:
-            tell_policies(agent, policies)
+            set_policies(agent, policies)
         if gone_by == "retention":
             stays(stores[:2], *running)
             for agent in running:  # the reader has gone on to another checkpoint
@@ -217,7 +217,7 @@ def test_a_part_of_an_overwritten_checkpoint_does_not_come_back(tmp_path: Path, 
         assert there(stores[2]) == [1, 2, 3]
     with agents(stores) as running:
         for agent in running:
-            tell_policies(agent, policies)
+            set_policies(agent, policies)
         gone_to(stores, [2, 3])
         wait_for(lambda: not replaced_saves(stores[2]), 20, "its removal there")
         stays(stores, *running)
@@ -240,7 +240,7 @@ def test_an_overwritten_version_stays_until_its_load_ends(tmp_path: Path) -> Non
         assert [read_by(agent, load) for agent in running] == [True, True]
         meet(*running)
         for agent in running:
-            tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
+            set_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
         stays(stores, *running)
         assert held(stores[0]) == {shard(0), "__0_4.distcp"}, "both versions"
         for agent in running:  # the reader has gone on to another checkpoint
@@ -263,7 +263,7 @@ def test_a_complete_checkpoint_of_a_returning_node_gets_its_copies(tmp_path: Pat
         checkpointed(stores, number, RING, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
     with agents(stores[:2]) as running:
         for agent in running:
-            tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
+            set_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
         gone_to(stores[:2], [2, 3])
     with agents(stores):
         wait_for(lambda: [held(store) for store in stores[:2]] == [{shard(0)}, {shard(1)}], 20, "its copies again")
@@ -276,7 +276,7 @@ def read_by(agent: RunningAgent, load: Mapping[str, Any]) -> bool:
         return bool(client.call("POST", "/v1/sequence", load)["is_here"])
 
 
-def tell_policies(agent: RunningAgent, policies: Sequence[Mapping[str, Any]]) -> None:
+def set_policies(agent: RunningAgent, policies: Sequence[Mapping[str, Any]]) -> None:
     with agent.client() as client:
         client.call("POST", "/v1/retention", {"policies": policies})
 
@@ -285,10 +285,10 @@ def test_a_peer_cannot_have_anything_removed(tmp_path: Path) -> None:
     """A node removes only by the policy of its own ranks, whatever revision a peer has."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     with agents(stores) as (peer, agent):
-        tell(peer, Retention(keep_last=1), revision=99)
+        set_policy(peer, Retention(keep_last=1), revision=99)
         gone_to(stores[:1], [3])
         assert there(stores[1]) == [1, 2, 3]
-        tell(agent, Retention(keep_last=2), revision=4)
+        set_policy(agent, Retention(keep_last=2), revision=4)
         stays(stores, peer, agent)
         with agent.peer() as client, pytest.raises(StoreDenied, match="OWNER"):
             client.call("POST", "/v1/retention", {"policies": []})
@@ -300,7 +300,7 @@ def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
     for number in (1, 2):
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
     with running_agent(store.root, *QUICK) as agent:
-        tell(agent, Retention(keep_last=2), revision=2, scope="run")
+        set_policy(agent, Retention(keep_last=2), revision=2, scope="run")
         stays([store], agent)
     for number in (3, 4):
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
@@ -330,14 +330,14 @@ def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
 
 def test_a_damaged_policy_is_ignored(tmp_path: Path) -> None:
     """Any flipped bit makes the file invalid, and never a policy that keeps fewer checkpoints."""
-    told = (Policy("run", NODES, 5, Retention(keep_last=9, keep_every=8)),)
-    PolicyBook(tmp_path).learn(told)
+    policies_before = (Policy("run", NODES, 5, Retention(keep_last=9, keep_every=8)),)
+    PolicyBook(tmp_path).learn(policies_before)
     raw = (tmp_path / "retention.json").read_bytes()
     for position, bit in itertools.product(range(len(raw)), range(8)):
         damaged = bytearray(raw)
         damaged[position] ^= 1 << bit
         (tmp_path / "retention.json").write_bytes(damaged)
-        assert PolicyBook(tmp_path).read_all() in ((), told), (position, bit)
+        assert PolicyBook(tmp_path).read_all() in ((), policies_before), (position, bit)
 
 
 def test_a_checkpoint_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_checkpoint_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
         )
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
         gone_to(stores, [1, 3])
         stays(stores, *running)
         assert "kept beyond the policy" in (stores[0].root / "agent.out").read_text()
@@ -376,7 +376,7 @@ def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delenv(failpoints.ENV)
         meet(first, second)
         for agent in (first, second):
-            tell(agent, Retention(keep_last=1), revision=2)
+            set_policy(agent, Retention(keep_last=1), revision=2)
         assert second.process.wait(20) == -signal.SIGKILL
         assert [name for name, _ in stores[1].catalog.committed()] == ["step-2"]
         left = {path.name for path in (stores[1].root / "step-1").iterdir()}
@@ -393,12 +393,12 @@ def test_files_of_a_removed_checkpoint_are_recycled(tmp_path: Path) -> None:
     names = {"__0_0.recycled", "__1_0.recycled"}
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
         gone_to(stores, [3])
         for store in stores:
             assert {path.name for path in (store.root / RECYCLED_DIR).iterdir()} == names
         for agent in running:
-            tell(agent, None, revision=4)
+            set_policy(agent, None, revision=4)
         wait_for(lambda: not any(any((store.root / RECYCLED_DIR).iterdir()) for store in stores), 20, "an empty pool")
         assert [there(store) for store in stores] == [[3], [3]]
 

@@ -13,7 +13,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import WEIGHTS, checkpointed, findings, held, quarantined, shard, with_optimizer
-from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, meet, stays, tell
+from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, meet, set_policy, stays
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 WHOLE = with_optimizer(PAIR)
@@ -56,7 +56,7 @@ def test_each_agent_slims_its_part(tmp_path: Path) -> None:
     stores = stored(tmp_path, range(1, 5))
     with agents(stores) as running:
         for agent in running:
-            tell(agent, POLICY, revision=4)
+            set_policy(agent, POLICY, revision=4)
         are_full(stores, [3, 4])
         stays(stores, *running)
         are_full(stores, [3, 4])
@@ -77,7 +77,7 @@ def test_a_node_slims_only_by_its_own_ranks_policy(tmp_path: Path) -> None:
     manifest = stores[0].catalog.manifest("step-1")
     assert slim(stores[0].root, "step-1", manifest.save_id)
     with agents(stores) as running:
-        tell(running[0], Retention(keep_last=3, full_last=1), revision=3)
+        set_policy(running[0], Retention(keep_last=3, full_last=1), revision=3)
         are_full(stores[:1], [2, 3])  # the other node's ranks have no policy
         stays(stores, *running)
         assert full(stores[1]) == [1, 2, 3]
@@ -89,7 +89,7 @@ def test_a_node_slims_only_by_its_own_ranks_policy(tmp_path: Path) -> None:
             client.call("POST", "/v1/verify", {})
         wait_for(lambda: (stores[0].root / "step-1" / ".metadata").read_bytes() == WEIGHTS, 20, "the metadata again")
         meet(*running)
-        tell(running[1], Retention(keep_last=3, full_last=1), revision=3)
+        set_policy(running[1], Retention(keep_last=3, full_last=1), revision=3)
         are_full(stores, [3])
     check_weights(stores, [1, 2])
 

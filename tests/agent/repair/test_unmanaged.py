@@ -51,39 +51,39 @@ RunCommand = Callable[..., CommandResult]
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> RunCommand:
+def run(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Runs a command on a root in this process. The agents run already."""
 
-    def tell(verb: str, store: LocalStore, *options: str) -> CommandResult:
+    def run(verb: str, store: LocalStore, *options: str) -> CommandResult:
         capsys.readouterr()
         code = main([verb, "--root", str(store.root), *options])
         out, err = capsys.readouterr()
         assert "replicated-ckpt" not in err, err
         return CommandResult(code, out)
 
-    return tell
+    return run
 
 
-def test_repair_leaves_a_stock_checkpoint_as_it_is(tmp_path: Path, tell: RunCommand) -> None:
+def test_repair_leaves_a_stock_checkpoint_as_it_is(tmp_path: Path, run: RunCommand) -> None:
     """`ls` and `verify` list it. `repair` says how to get copies, and changes no file on any node."""
     nodes = stores(tmp_path, 3)
     scattered(nodes, tmp_path)
     with agents(nodes):
-        assert "stock, unprotected" in tell("ls", nodes[2]).out
+        assert "stock, unprotected" in run("ls", nodes[2]).out
         before = [tree(store.root) for store in nodes]
-        code, out = tell("verify", nodes[1], "-o", "json")
+        code, out = run("verify", nodes[1], "-o", "json")
         (stock,) = json.loads(out)["unmanaged"]
         assert (code, stock["checkpoint_id"], stock["is_sound"], stock["items_without_crc32"]) == (0, ID, True, 0)
         assert stock["bytes_read"] > 4 * 8 * 40_000
-        done = tell("repair", nodes[0])
+        done = run("repair", nodes[0])
         assert (done.code, f"not repaired: {ID}: stock torch wrote it" in done.out) == (ExitCode.OK, True)
-        named = tell("repair", nodes[0], ID)
+        named = run("repair", nodes[0], ID)
         assert (named.code, "save it under a new id" in named.out) == (ExitCode.FAILED, True)
         assert [tree(store.root) for store in nodes] == before
         assert [loads(store) for store in nodes] == [True] * 3
 
 
-def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell: RunCommand) -> None:
+def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, run: RunCommand) -> None:
     """`verify` reports a damaged item, contradicting metadata and missing metadata, and changes nothing."""
     nodes = stores(tmp_path, 2)
     scattered(nodes, tmp_path)
@@ -95,7 +95,7 @@ def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell
     (nodes[0].root / "without-metadata" / ".metadata").unlink()
     with agents(nodes):
         before = [tree(store.root) for store in nodes]
-        code, out = tell("verify", nodes[0], "-o", "json")
+        code, out = run("verify", nodes[0], "-o", "json")
         problems = {stock["checkpoint_id"]: stock for stock in json.loads(out)["unmanaged"]}
         assert code == ExitCode.FAILED
         assert [finding["path"] for finding in problems[ID]["findings"]] == [str(damaged)]

@@ -132,9 +132,9 @@ def test_a_node_that_was_not_read_does_not_count(
 
         monkeypatch.setattr(drain, "read_all", break_off)
         assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.FAILED
-        said = " ".join(capsys.readouterr().out.split())
-        assert "not counted, as it stopped answering: host1" in said
-        assert "must stay up" in said
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "not counted, as it stopped answering: host1" in printed
+        assert "must stay up" in printed
         monkeypatch.undo()
         assert command("drain", "--root", nodes[0].root).returncode == ExitCode.OK, "the same command again"
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
@@ -151,11 +151,11 @@ def test_files_that_are_never_copied_are_named(tmp_path: Path) -> None:
     with agents(nodes, *PATIENT), found_tier:
         seen = look_at_nodes(nodes[0])
         drained = _Drained(seen, _plan(seen), 0, {}, [], _list_others(nodes[0]))
-        said = "\n".join(drained.describe(nodes[0]))
+        printed = "\n".join(drained.describe(nodes[0]))
         code, found = as_json("drain", "--root", nodes[0].root)
     assert (code, found["may_be_taken_down"], found["not_copied"]) == (ExitCode.OK, True, ["step-1/tokenizer.json"])
-    assert "not copied, as it is not part of a checkpoint: step-1/tokenizer.json. Copy what you need by hand" in said
-    assert f"`replicated-ckpt drain --root {tier.root}`" in said
+    assert "not copied, as it is not part of a checkpoint: step-1/tokenizer.json. Copy what you need by hand" in printed
+    assert f"`replicated-ckpt drain --root {tier.root}`" in printed
 
 
 def test_an_undetected_damaged_copy_does_not_count(tmp_path: Path) -> None:
@@ -205,10 +205,10 @@ def test_a_node_stays_for_a_checkpoint_that_another_node_removed(tmp_path: Path)
         assert "still on host1" in command("rm", "step-1", "--root", nodes[0].root).stdout
         done = command("drain", "--root", nodes[1].root)
         assert done.returncode == ExitCode.FAILED, done.stdout
-        said = "step-1 was removed on host0, so it gets no copies; `rm` it here, too, or copy it by hand first"
-        assert f"not drained: {said}" in done.stdout
+        reason = "step-1 was removed on host0, so it gets no copies; `rm` it here, too, or copy it by hand first"
+        assert f"not drained: {reason}" in done.stdout
         assert "must stay up" in done.stdout
-        assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [said]
+        assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [reason]
         command("rm", "step-1", "--root", nodes[1].root)
         assert command("drain", "--root", nodes[1].root).returncode == ExitCode.OK
 

@@ -74,7 +74,7 @@ def test_a_node_that_got_a_copy_later_may_have_the_only_one(tmp_path: Path) -> N
         (short,) = (line for line in done.stdout.splitlines() if "1 of 2 copies; bring back" in line)
         assert f"node {nodes[1].node_id()} (host1)" in short
     with agents(nodes[:2], *PATIENT):
-        wait_for(lambda: held(nodes[0]) == {shard(0)}, 30, "a copy of what that node has")
+        wait_for(lambda: held(nodes[0]) == {shard(0)}, 30, "a copy from that node")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 

@@ -80,11 +80,11 @@ def test_rm_on_all_nodes_at_once_removes_from_the_bucket(
     monkeypatch.setattr(Remover, "carry_out", carried_out_late)
     with agents(nodes):
         codes.append(remove(nodes[0]))
-    said = capsys.readouterr().out
-    assert f"not removed from {URL}: step-1" in said, "printed by the first command, while the other node had a copy"
+    printed = capsys.readouterr().out
+    assert f"not removed from {URL}: step-1" in printed, "printed by the first command, while the other node had a copy"
     assert codes == [ExitCode.FAILED, ExitCode.OK]
     assert gone_from_bucket == [(URL, "step-1")]
-    assert said.endswith(f"removed from {URL}: step-1\n"), "printed by the last command"
+    assert printed.endswith(f"removed from {URL}: step-1\n"), "printed by the last command"
     assert [findings(store) for store in nodes] == [[], []]
 
 
@@ -124,10 +124,10 @@ def test_a_node_without_an_address_keeps_the_copy_in_the_bucket(
     with agents(nodes):
         (nodes[0].root / ".agent" / "peers.json").write_text("[")
         assert remove(nodes[0]) == ExitCode.UNREACHABLE
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     label = f"host1 (node {nodes[1].node_id()})"
-    assert f"{label} was not asked, as this node has no address of it, and may hold step-1" in said
-    assert f"once no node has it the same command with `--object-store {URL}`" in said
+    assert f"{label} was not asked, as this node has no address of it, and may hold step-1" in printed
+    assert f"once no node has it the same command with `--object-store {URL}`" in printed
     assert (gone_from_bucket, (nodes[1].root / "step-1").exists()) == ([], True)
     assert [findings(store) for store in nodes] == [[], []]
 
@@ -209,12 +209,12 @@ def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pyte
     with agents(nodes):
         wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the uploads")
         assert main(prune) == ExitCode.OK
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         assert (
             f"left in {url} to the job's policy for it: step-1, step-2; the same command with `--object-store {url}`"
-            in said
+            in printed
         )
-        assert "removed from" not in said
+        assert "removed from" not in printed
         assert marks(bucket) == ["step-1", "step-2", "step-3"]
         assert main([*prune, "--object-store", url]) == ExitCode.OK
     assert marks(bucket) == ["step-3"]
@@ -237,7 +237,7 @@ def test_a_node_that_was_away_removes_nothing_newer_from_the_bucket(tmp_path: Pa
         wait_for(lambda: marks(bucket) == ["step-2", "step-3"], 30, "the run's uploads")
     with agents([away]) as running:
         wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the pending upload")
-        wait_for(protected(*running), 30, "rest")
+        wait_for(protected(*running), 30, "the end of all work")
     assert marks(bucket) == ["step-1", "step-2", "step-3"]
     assert [findings(store) for store in (away, others)] == [[], []]
 

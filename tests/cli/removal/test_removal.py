@@ -26,7 +26,7 @@ from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
-from tests.agent.repair.test_retention import meet, stays, tell, there
+from tests.agent.repair.test_retention import meet, set_policy, stays, there
 from tests.cli.commands import as_json, command
 from tests.stores.local.test_order_of_commits import open_save
 
@@ -386,12 +386,12 @@ def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tup
     before = sorted(store.root.rglob("*"))
     done = command(*verb, "--dry-run", "--root", store.root)
     assert sorted(store.root.rglob("*")) == before
-    said = {
+    expected = {
         "drain": "not drained: no agent runs here, so open uploads are unknown",
         "rm": "would remove step-1 (save ",
         "prune": " goes: ",
     }
-    assert said[verb[0]] in done.stdout, done.stderr
+    assert expected[verb[0]] in done.stdout, done.stderr
     if verb[0] == "prune":
         assert [line.split()[0] for line in done.stdout.splitlines() if " goes: " in line] == ["step-1"]
         assert findings(store) == []
@@ -406,7 +406,7 @@ def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
         noted = replace(saved, notes={"metrics": {"loss": loss}})
         (store.root / f"step-{number}" / ".manifest.json").write_bytes(noted.encode())
     with running_agent(store.root, *QUICK) as agent:
-        tell(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
+        set_policy(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
         done = command("prune", "--keep-last", "1", "--keep-period", "4", "--root", store.root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "stays: it has the best 'loss' (0.1)" in done.stdout

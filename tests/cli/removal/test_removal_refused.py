@@ -41,9 +41,9 @@ def test_a_save_without_a_manifest_is_refused(
     held = {own: NodeHoldings(()), "b": NodeHoldings((Holding("b", "step-1", "1" * 32, 1, True),))}
     use_view(monkeypatch, NodesSeen(own, held, {"b": NOWHERE}, {}, {}))
     assert main(["rm", "step-1", "--root", str(store.root)]) == ExitCode.FAILED
-    said = capsys.readouterr().out
-    assert said.startswith("refused: step-1 lies on other nodes only, and none returned its manifest")
-    assert "nothing was changed" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("refused: step-1 lies on other nodes only, and none returned its manifest")
+    assert "nothing was changed" in printed
     assert main(["rm", "step-1", "--root", str(store.root), "--force"]) == ExitCode.FAILED
     assert "kept: step-1: POST '/v1/remove' at node b" in capsys.readouterr().out
 
@@ -61,9 +61,10 @@ def test_a_checkpoint_that_may_be_the_last_good_one_is_refused(
     use_view(monkeypatch, NodesSeen(own, held, {other: NOWHERE}, {other: away}, made))
     root = ["--root", str(here.root)]
     assert main(["rm", "step-1", *root]) == ExitCode.FAILED
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "refused: step-1 may be the last good checkpoint of its run: it was not seen complete, as host1 did not" in said
+        "refused: step-1 may be the last good checkpoint of its run: it was not seen complete, as host1 did not"
+        in printed
     )
     assert main(["prune", "--keep-last", "1", *root]) == ExitCode.OK
     assert f"host1 (node {other}): not reached: it is away" in capsys.readouterr().out, (

@@ -73,7 +73,7 @@ def test_a_copy_is_protected_when_the_original_is_removed(tmp_path: Path) -> Non
         listed = command("ls", "--root", nodes[0].root).stdout
         assert "removed on" not in listed
         (nodes[0].root / "mine" / shard(0)).unlink()
-        wait_for(lambda: held(nodes[0], "mine") == BOTH, 30, "the copy of the copy")
+        wait_for(lambda: held(nodes[0], "mine") == BOTH, 30, "the restored shard of the copy")
         assert hold(nodes, ["mine", "step-2", "step-3"])
     assert [findings(store) for store in nodes] == [[], []]
 
