@@ -63,7 +63,7 @@ def begin(
     return name
 
 
-def sent(agent: RunningAgent, name: str, data: bytes, shard: str = SHARD) -> None:
+def send_shard(agent: RunningAgent, name: str, data: bytes, shard: str = SHARD) -> None:
     sink = PeerSink(agent.endpoint.address(), name, shard, durable=True)
     table = table_of([data])
     sink.write(memoryview(data))
@@ -246,12 +246,12 @@ def test_bytes_of_another_attempt_are_fenced(tmp_path: Path) -> None:
         old = begin(agent, 1, session="one")
         new = begin(agent, 2, session="two")
         with pytest.raises(SaveAborted, match="overtook"):
-            sent(agent, old, DATA)
+            send_shard(agent, old, DATA)
         with agent.client() as client, pytest.raises(SaveAborted):
             client.call("POST", f"/v1/saves/{old}/commit")
-        sent(agent, new, DATA)
+        send_shard(agent, new, DATA)
         with pytest.raises(SaveAborted):
-            sent(agent, save_id(9), DATA)
+            send_shard(agent, save_id(9), DATA)
 
 
 def test_an_existing_checkpoint_is_refused_before_a_byte_is_sent(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_node_that_missed_the_commit_completes_the_save(tmp_path: Path) -> Non
     """A node completes from staging a save that a peer has committed, with the manifest and metadata of the peer."""
     with running_agent(tmp_path / "a") as first, running_agent(tmp_path / "b") as second:
         name = begin(second, 1, first, session="job")
-        sent(second, name, DATA)
+        send_shard(second, name, DATA)
         committed(first, 1, DATA)
         begin_document = {
             "checkpoint_id": "step-2",
@@ -310,7 +310,7 @@ def test_a_decided_save_is_completed_not_aborted(tmp_path: Path) -> None:
     """
     with running_agent(tmp_path / "a") as decider, running_agent(tmp_path / "b") as other:
         name = begin(other, 1, decider, session="job")
-        sent(other, name, DATA)
+        send_shard(other, name, DATA)
         staged(LocalStore(decider.root), 1, DATA)
         with other.client() as client:
             document = {"checkpoint_id": "step-2", "session": "job", "overwrite": False}

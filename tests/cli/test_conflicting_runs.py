@@ -71,7 +71,7 @@ def test_a_save_in_doubt_names_the_nodes_that_it_waits_for(tmp_path: Path) -> No
     assert any(f"in doubt: save {SAVE} of step-9" in reason for reason in found["reasons"])
 
 
-def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
+def test_a_kept_version_has_its_reason(tmp_path: Path) -> None:
     """The newer save lacks a shard that a silent node may have: the output names the version that loads use, and why
     the older one stays.
     """

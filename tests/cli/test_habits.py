@@ -48,7 +48,7 @@ def test_each_verb_takes_the_root_from_the_environment_and_prints_json(
         assert "REPLICATED_CKPT_ROOT" in str(options["--root"].help)
 
 
-def test_the_command_alone_prints_its_help() -> None:
+def test_without_arguments_the_help_is_printed() -> None:
     """Without arguments, the program prints its help with all commands."""
     done = command()
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
@@ -128,7 +128,7 @@ def write_program(folder: Path) -> None:
     ("variables", "is_painted"),
     [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
 )
-def test_verdicts_have_colours_on_terminals_alone(
+def test_verdicts_have_colours_only_on_terminals(
     tmp_path: Path, variables: dict[str, str], *, is_painted: bool
 ) -> None:
     """NO_COLOR and a dumb terminal are respected, and a pipe gets no escape sequences."""

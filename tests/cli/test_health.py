@@ -36,7 +36,7 @@ def test_a_disk_is_full_when_the_next_save_may_not_fit(free_bytes: int, size_byt
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_re_protection_waits_for_silent_nodes_alone(*, is_silent: bool) -> None:
+def test_re_protection_waits_only_for_silent_nodes(*, is_silent: bool) -> None:
     """If all nodes answer, lost files are not a reason to wait for a node."""
     error = StoreUnavailable("b", "connect", "/", "refused")
     seen = NodesSeen("a", {"a": NodeHoldings(())}, {}, {"b": error} if is_silent else {}, {})

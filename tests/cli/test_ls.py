@@ -270,7 +270,7 @@ def test_other_versions_are_mentioned_before_a_removal(rows: list[CheckpointSeen
     assert len(rows) == 1 or "`replicated-ckpt rm step-1 --root /r --save " in line, "only this version"
 
 
-def test_the_rest_of_a_checkpoint_is_removed_where_it_is() -> None:
+def test_the_next_step_names_the_node_with_the_rest() -> None:
     """After `rm` on this node, the next step names the node that still has the rest."""
     row = replace(seen_as(LOST), nodes=("m",), removed_on=("n",))
     (line,) = advise([row], NodesSeen("n", {}, {"m": AgentAddress("m", "host1", 1, "")}, {}, {}), Path("/r"))

@@ -85,7 +85,7 @@ def test_an_agent_serves_without_streams(store: LocalStore) -> None:
         running.wait()
 
 
-def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+def test_characters_that_the_output_cannot_encode_are_escaped(tmp_path: Path) -> None:
     """A name with an umlaut does not fail a command with ASCII output."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="l\u00e4uf", copies=1, size_bytes=3000)

@@ -34,7 +34,7 @@ def test_a_stopped_node_costs_one_timeout(tmp_path: Path, verb: str) -> None:
     assert "--start-agents" not in done.stdout, "it starts no agent where a stopped one runs"
 
 
-def test_status_of_a_stopped_agent_of_its_own_waits_once(tmp_path: Path) -> None:
+def test_status_waits_once_for_a_stopped_own_agent(tmp_path: Path) -> None:
     """The own agent is asked only for its state. Its holdings are read from the disk."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
@@ -51,7 +51,7 @@ def test_status_of_a_stopped_agent_of_its_own_waits_once(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_stopped_agent_of_its_own_and_another_cost_one_timeout(tmp_path: Path) -> None:
+def test_two_stopped_agents_cost_one_timeout(tmp_path: Path) -> None:
     """Both are asked at the same time."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})

@@ -24,7 +24,7 @@ from replicated_ckpt.stores.peer.tls import pin_name
 from tests.agent.agents import HOME, RunningAgent, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
-from tests.agent.repair.test_retention import there
+from tests.agent.repair.test_retention import steps_in
 from tests.cli.commands import as_json, command
 from tests.cli.removal.test_removal import QUICK, saved
 
@@ -63,7 +63,7 @@ def test_one_command_removes_on_every_node_with_the_users_key(tmp_path: Path, mo
         monkeypatch.setenv(KEY_ENV, ours)
         done = command("rm", "step-1", "--root", nodes[0].root)
         assert (done.returncode, done.stderr) == (ExitCode.FAILED, "")
-        assert [there(store) for store in nodes] == [[2, 3], [2, 3], [1, 2, 3]]
+        assert [steps_in(store) for store in nodes] == [[2, 3], [2, 3], [1, 2, 3]]
         assert f"removed on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
         assert f"still on host2 (node {nodes[2].node_id()}): step-1: its agent was not started with this" in done.stdout
         assert f"`ssh host2 'replicated-ckpt rm step-1 --root {nodes[0].root}'`" in done.stdout
@@ -73,7 +73,7 @@ def test_one_command_removes_on_every_node_with_the_users_key(tmp_path: Path, mo
         monkeypatch.setenv(KEY_ENV, ours)
         code, found = as_json("prune", "--keep-last", "1", "--root", nodes[0].root)
         assert (code, found["removed_on"]) == (ExitCode.FAILED, {nodes[1].node_id(): ["step-2"]})
-        assert [there(store) for store in nodes] == [[3], [3], [1, 2, 3]]
+        assert [steps_in(store) for store in nodes] == [[3], [3], [1, 2, 3]]
 
 
 def test_a_checkpoint_that_another_node_loads_stays_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +85,11 @@ def test_a_checkpoint_that_another_node_loads_stays_everywhere(tmp_path: Path, m
         with running[1].client() as client:
             client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
         done = command("rm", "step-1", "--root", nodes[0].root)
-        assert (done.returncode, [there(store) for store in nodes]) == (ExitCode.FAILED, [[1, 2], [1, 2]])
+        assert (done.returncode, [steps_in(store) for store in nodes]) == (ExitCode.FAILED, [[1, 2], [1, 2]])
         assert f"kept: step-1: on host1 (node {nodes[1].node_id()}): a load reads it" in done.stdout
         code, found = as_json("rm", "step-1", "--root", nodes[0].root, "--force")
         assert (code, found["removed"], found["removed_on"]) == (0, ["step-1"], {nodes[1].node_id(): ["step-1"]})
-        assert [there(store) for store in nodes] == [[2], [2]]
+        assert [steps_in(store) for store in nodes] == [[2], [2]]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"], ids=["plain", "tls"])
@@ -196,7 +196,7 @@ def test_an_agent_that_cannot_prove_the_key_is_refused(tmp_path: Path, monkeypat
     assert "it does not prove that it has this user's key file" in done.stderr
 
 
-def test_a_token_of_the_key_is_good_for_one_certificate(tmp_path: Path) -> None:
+def test_a_token_of_the_key_is_valid_for_one_certificate(tmp_path: Path) -> None:
     """An agent that receives the token cannot use it for another agent, and the token expires."""
     key, one, other = "k" * 64, "1" * 64, "2" * 64
     tokens = Tokens("peer", "owner", key, lambda: [pin_name(one)])

@@ -17,7 +17,7 @@ sys.exit(main())
 """
 
 
-def test_a_verb_that_needs_torch_says_so(tmp_path: Path) -> None:
+def test_a_command_that_needs_torch_is_a_usage_error(tmp_path: Path) -> None:
     """The command exits with 2, names torch and this Python, and writes nothing."""
     words: list[str | Path] = ["import", "--root", tmp_path / "root", "--from", "torch", tmp_path / "x.pt", "step-1"]
     done = subprocess.run(

@@ -372,7 +372,7 @@ def test_a_tensor_of_which_parts_are_missing_is_refused() -> None:
         source.check_covered(entry)
 
 
-def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
+def test_exports_to_a_url(saved: Saved, tmp_path: Path) -> None:
     """Files and directories at a URL are written under a temporary name first, and replaced only with `overwrite`."""
     url = f"file://{tmp_path}/bucket"
     exported(saved, f"{url}/m.pth", "torch")  # type: ignore[arg-type]

@@ -261,7 +261,7 @@ def test_a_torch_file_with_objects_needs_trust(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_stock_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_stock_directory_is_refused(tmp_path: Path, damage: str) -> None:
     """The missing or short file is named, and nothing is saved."""
     dcp.save(contents(), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
     shard = tmp_path / "stock" / "__0_0.distcp"
@@ -331,7 +331,7 @@ def test_a_pipe_or_a_huge_file_does_not_block_an_import(tmp_path: Path, format_:
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("way", ["a link", "a pipe"])
-def test_an_import_takes_plain_files_alone(tmp_path: Path, name: str, way: str) -> None:
+def test_an_import_reads_only_regular_files(tmp_path: Path, name: str, way: str) -> None:
     """A symbolic link is not followed, and a pipe is not opened."""
     directory, elsewhere = tmp_path / "stock", tmp_path / "private"
     dcp.save({"a": torch.arange(4.0)}, checkpoint_id=directory, no_dist=True)

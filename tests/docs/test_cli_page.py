@@ -17,7 +17,7 @@ def shown_by_verb() -> dict[str, str]:
     )
 
 
-def test_each_verb_is_shown_as_its_help_says() -> None:
+def test_the_page_matches_the_help() -> None:
     """The page has every command with every option, and nothing else. `python -m tools.cli_page` writes it."""
     assert {verb: words(text) for verb, text in shown_by_verb().items()} == {
         verb: words(text) for verb, text in help_by_verb().items()

@@ -40,7 +40,7 @@ def test_the_readme_shows_the_drill_as_it_prints_now() -> None:
     assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
 
 
-def test_what_a_command_prints_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_command_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both streams are recorded in order and drawn from the file. The exit code is the command's."""
     program = "import os, sys; print('a < b', flush=True); print('\\x1b[31mred\\x1b[0m', file=sys.stderr); sys.exit(3)"
     cast, code = record([sys.executable, "-c", program])

@@ -46,7 +46,7 @@ def _resolves(name: str) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_and_names_of_the_code_are_there(document: str) -> None:
+def test_files_and_names_of_the_code_exist(document: str) -> None:
     """Each file and name of a page exists."""
     text = without_code(text_of(document))
     assert (missing_files(text), missing_names(text)) == ([], [])

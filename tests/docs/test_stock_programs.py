@@ -31,7 +31,7 @@ def test_every_program_has_its_patch() -> None:
     assert found == {f"{name}.{kind}" for name in LINES_ADDED for kind in ("py", "patch")} | {"README.md"}
 
 
-def test_the_shortest_job_needs_the_package_alone() -> None:
+def test_the_shortest_job_needs_only_the_package() -> None:
     """The example can be copied: it imports only the public interface, torch and the standard library."""
     text = (EXAMPLES / "fashion_mnist.py").read_text(encoding="utf-8")
     modules = set(re.findall(r"^ *(?:from|import) ([\w.]+)", text, flags=re.MULTILINE))

@@ -69,7 +69,7 @@ def test_a_process_that_does_not_show_its_mark_yet_is_ended(tmp_path: Path, monk
     assert node.process.returncode == -signal.SIGKILL
 
 
-def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+def test_the_error_has_the_output_of_the_failed_command(tmp_path: Path) -> None:
     """The error contains what the command printed."""
     with pytest.raises(DrillError, match="no luck"):
         Cluster(tmp_path).run_alone("bad", (sys.executable, "-c", "raise SystemExit('no luck')"), 30)

@@ -57,7 +57,7 @@ def test_a_folder_without_the_files_is_an_error(tmp_path: Path) -> None:
     ("packed", "keep"),
     [(True, 0), (True, 7), (True, -1), (False, 0), (False, 7), (False, 4 * 4 + 28 * 28), (False, -1)],
 )
-def test_a_file_that_is_not_whole_is_an_error(tmp_path: Path, *, packed: bool, keep: int) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, *, packed: bool, keep: int) -> None:
     """A truncated download is an error without a traceback."""
     file = idx_files(tmp_path / "data", packed=packed) / f"{IMAGES_FILE}{'.gz' if packed else ''}"
     file.write_bytes(file.read_bytes()[:keep])

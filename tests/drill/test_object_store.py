@@ -71,7 +71,7 @@ def test_moto_does_not_outlive_a_drill_that_is_killed(tmp_path: Path) -> None:
     assert motos(tmp_path) == ()
 
 
-def test_a_moto_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_has_the_log_of_a_moto_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the end of the server's log, which is removed with the work directory."""
     (tmp_path / "moto.py").write_text("raise ImportError('half a moto')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

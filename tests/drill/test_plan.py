@@ -59,7 +59,7 @@ def test_scenarios_of_one_loss_share_its_run() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 1), (4, 2)])
-def test_a_cluster_never_comes_back_as_it_was(before: int, after: int) -> None:
+def test_a_cluster_resumes_with_another_number_of_ranks(before: int, after: int) -> None:
     """The checkpoint in the bucket is always read with another number of ranks."""
     _, resume = planned(Scenario.CLUSTER, DrillOptions(scenarios=(Scenario.CLUSTER,), ranks_per_node=before))
     assert resume.ranks_per_node == after

@@ -52,7 +52,7 @@ def test_a_scraper_gets_the_text_format(tmp_path: Path) -> None:
         assert (linted.returncode, linted.stdout + linted.stderr) == (0, "")
 
 
-def test_a_node_shows_its_store(tmp_path: Path) -> None:
+def test_the_metrics_of_a_store(tmp_path: Path) -> None:
     """Bytes by tier, free space, and nothing missing. A checkpoint without a time has no commit timestamp."""
     root = tmp_path / "a"
     checkpointed([LocalStore(root)], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=1000)

@@ -23,7 +23,7 @@ SAVE = "b" * 32
 NOBODY = 65534
 
 
-def bring(service: NodeService, name: str, raw: bytes) -> None:
+def receive_file(service: NodeService, name: str, raw: bytes) -> None:
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     service.receive(SAVE, name, Body(io.BytesIO(raw), headers), durable=True)
@@ -35,9 +35,9 @@ def test_a_manifest_names_the_checkpoint_that_its_save_was_opened_for(tmp_path: 
     service.open_save(Intent(SAVE, "run/step-7", "session", overwrite=True, nodes=(service.node_id,)))
     node = NodeEntry(service.node_id, "host", None, (0,))
     manifest = Manifest(SAVE, "run/step-8", 9, 0.0, 1, 1, 4, crc32c(b"evil"), (node,), {})
-    bring(service, METADATA_NAME, b"evil")
+    receive_file(service, METADATA_NAME, b"evil")
     with pytest.raises(ManifestInvalid, match="names another"):
-        bring(service, MANIFEST_NAME, manifest.encode())
+        receive_file(service, MANIFEST_NAME, manifest.encode())
     assert not service.store.final("run/step-8").exists()
 
 
@@ -57,7 +57,7 @@ def listener_of(uid: int) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes processes of other users")
-def test_a_stranger_on_a_dead_agents_port_gets_no_token(tmp_path: Path) -> None:
+def test_another_user_on_a_dead_agents_port_gets_no_token(tmp_path: Path) -> None:
     """The endpoint file of a killed agent is still there, and another user listens on its port: the file is not used."""
     directory = LocalStore(tmp_path / "root").agent_directory()
     for uid, is_believed in ((NOBODY, False), (os.geteuid(), True)):

@@ -42,7 +42,7 @@ def rights_in_the_security_policy() -> dict[str, str]:
     return found
 
 
-def test_both_tables_say_the_same_of_every_verb() -> None:
+def test_both_tables_agree() -> None:
     """SECURITY.md lists the verbs and rights of docs/verbs.md. tests/docs compares docs/verbs.md with the routes."""
     assert len(VERBS) > 25
     assert rights_in_the_security_policy() == rights_in_the_table_of_verbs()
@@ -137,7 +137,7 @@ def test_without_a_valid_token_every_verb_is_refused(agent: RunningAgent, two_sa
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_ticket_is_good_for_its_own_save_alone(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
+def test_a_ticket_is_valid_only_for_its_save(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
     """A peer with the ticket of another save has no more rights than without it. The ticket of a save lets the peer
     settle and abort that save.
     """

@@ -26,7 +26,7 @@ from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
 from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_context
 from tests.agent.agents import HOME, running_agent, stop_agent
-from tests.agent.test_agent import begin, committed, sent
+from tests.agent.test_agent import begin, committed, send_shard
 from tests.harness.cluster import Cluster, call
 from tests.steps import state
 
@@ -51,7 +51,7 @@ def test_shards_are_written_and_read_over_tls(tmp_path: Path) -> None:
     with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
         assert agent.endpoint.tls_sha256 == fingerprint(cert)
         name = begin(agent, 2, checkpoint_id="step-2")
-        sent(agent, name, DATA)
+        send_shard(agent, name, DATA)
         expected = committed(agent, 1, DATA)
         with agent.client() as client:
             raw = bytearray(1000)

@@ -53,7 +53,7 @@ def save_of(rank: int) -> RankReport:
 
 
 def test_reports_of_ranks_arrive_as_they_were_sent(tmp_path: Path) -> None:
-    """An invalid report is refused in the log, and the next one is taken."""
+    """A report arrives unchanged. An invalid one is refused in the log, and the next one is taken."""
     store = LocalStore(tmp_path / "root")
     taken: queue.Queue[RankReport] = queue.Queue()
     unix_socket = UnixSocketServer(store.agent_directory(), NodeService(store), taken.put)

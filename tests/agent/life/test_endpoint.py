@@ -98,7 +98,7 @@ def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("wrong", [{"port": 69600}, {"port": -1}, {"incarnation": 1 << 62}])
-def test_an_identity_with_a_flipped_bit_is_drawn_anew(tmp_path: Path, wrong: dict[str, int]) -> None:
+def test_an_invalid_identity_is_replaced(tmp_path: Path, wrong: dict[str, int]) -> None:
     """An invalid port in the file would end every start of the agent."""
     keep_identity(tmp_path, kept := next_identity(tmp_path, "node"))
     assert next_identity(tmp_path, "node").token == kept.token

@@ -108,8 +108,8 @@ def is_staged(service: NodeService, save_id: str) -> bool:
 
 
 def test_a_save_of_another_run_does_not_end_a_staged_one(service: NodeService) -> None:
-    """An undecided save would replace a complete save of another run. It may have been acknowledged, so it stays
-    staged.
+    """An undecided save would replace a complete one of another run. The undecided save may have been acknowledged, so
+    it stays.
     """
     published = stage(service, OLD, 5, RUN, service.node_id)
     service.commit(OLD)
@@ -233,7 +233,7 @@ def test_a_decided_save_that_its_coordinator_removed_is_removed(service: NodeSer
     assert service.in_doubt.read_all() == ()
 
 
-def test_a_decided_save_is_not_given_up_for_a_lost_node(
+def test_a_decided_save_is_not_aborted_for_a_lost_node(
     service: NodeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`abort_lost` refuses a decided save that is blocked by another run's save, and names the rename that unblocks it.
@@ -310,8 +310,8 @@ def test_a_save_is_aborted_beside_a_damaged_checkpoint(service: NodeService) -> 
 
 
 def test_a_save_that_may_be_published_is_not_aborted(service: NodeService) -> None:
-    """The intent of a published save is left after a crash, and its manifest is damaged since: the node does not answer
-    that it was aborted.
+    """A crash left the intent of a published save, whose manifest is damaged since: the node does not report the save
+    as aborted.
     """
     stage(service, NEW, 1, RUN, service.node_id)
     intent = service.store.intent_path(NEW).read_bytes()

@@ -1,6 +1,4 @@
-"""Agents without a job restore damaged files from intact ones, remove nothing while nodes are missing, and report
-completion truthfully.
-"""
+"""Agents without a job restore damaged files, remove nothing while nodes are missing, and report only true completion."""
 
 import contextlib
 import io
@@ -173,7 +171,7 @@ def test_a_loss_stays_known(tmp_path: Path) -> None:
         assert_all_report(nodes, running, done=False)
 
 
-def test_a_file_that_can_be_read_again_is_no_loss(tmp_path: Path) -> None:
+def test_a_file_that_can_be_read_again_is_not_lost(tmp_path: Path) -> None:
     """A file was marked as damaged after a transient disk error: a starting agent reads it and clears the mark."""
     nodes = stores(tmp_path, 1)
     manifest = checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
@@ -325,8 +323,8 @@ def test_the_newer_save_is_read_before_the_older_one_is_removed(tmp_path: Path) 
 
 
 def test_a_replaced_version_is_restored_under_a_free_name(tmp_path: Path) -> None:
-    """Retention removed the save that had replaced it here, and another node has it under its name: it is restored
-    under that name.
+    """Retention removed the save that had replaced a version here. Another node has that version under its name, so it
+    gets its name back.
     """
     nodes = stores(tmp_path, 2)
     made = checkpointed(nodes, 1, PAIR)

@@ -64,7 +64,7 @@ def protected(*running: RunningAgent) -> Callable[[], bool]:
     return lambda: all(found["protection"]["is_complete"] and not found["restoring"] for found in map(status, running))
 
 
-def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
+def test_the_copies_of_a_lost_node_are_made_again(tmp_path: Path) -> None:
     """One of three nodes is lost with its disk: the other two copy its shards again, and report completion."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
@@ -398,7 +398,7 @@ def test_swapped_shards_are_found(tmp_path: Path) -> None:
     assert quarantined(nodes[0]) == [shard(0), shard(1)]
 
 
-def test_a_good_file_that_is_suspected_stays(tmp_path: Path) -> None:
+def test_an_intact_file_that_is_suspected_stays(tmp_path: Path) -> None:
     """A reported file is read by the agent itself before it counts as damaged: the network may have been at fault."""
     nodes = stores(tmp_path, 2)
     manifest = checkpointed(nodes, 1, PAIR)
@@ -412,7 +412,7 @@ def test_a_good_file_that_is_suspected_stays(tmp_path: Path) -> None:
     assert held(nodes[0]) == set(PAIR)
 
 
-def test_two_copies_damaged_in_different_blocks_make_a_good_one(tmp_path: Path) -> None:
+def test_two_copies_damaged_in_different_blocks_make_an_intact_one(tmp_path: Path) -> None:
     """No source is intact, but each block is intact in one of them: a third node gets an intact copy."""
     nodes = stores(tmp_path, 3)
     manifest = checkpointed(nodes, 1, {shard(0): (0, 1, 2)}, copies=3, on=(0, 1))

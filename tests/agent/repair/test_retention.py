@@ -60,35 +60,35 @@ def stored(folder: Path, count: int, numbers: Sequence[int]) -> list[LocalStore]
     return stores
 
 
-def there(store: LocalStore) -> list[int]:
+def steps_in(store: LocalStore) -> list[int]:
     """The steps whose directories exist in a store."""
     return sorted(int(path.name.removeprefix("step-")) for path in store.root.glob("step-*"))
 
 
-def gone_to(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
+def wait_until_only(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
     """Waits until the stores hold only these checkpoints, and the trash is empty."""
-    wait_for(lambda: all(there(store) == list(numbers) for store in stores), 20, f"{numbers} alone")
+    wait_for(lambda: all(steps_in(store) == list(numbers) for store in stores), 20, f"{numbers} alone")
     wait_for(lambda: not any(any((store.root / ".trash").glob("*")) for store in stores), 10, "an empty trash")
 
 
-def stays(stores: Sequence[LocalStore], *running: RunningAgent) -> None:
+def assert_unchanged(stores: Sequence[LocalStore], *running: RunningAgent) -> None:
     """Asserts that no checkpoint appears or disappears during some rounds."""
-    before = [there(store) for store in stores]
+    before = [steps_in(store) for store in stores]
     until = time.monotonic() + SETTLED_S
     while time.monotonic() < until:
         meet(*running)
         time.sleep(0.3)
-        assert [there(store) for store in stores] == before
+        assert [steps_in(store) for store in stores] == before
 
 
-def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
+def test_each_agent_removes_its_part_and_logs_the_rule(tmp_path: Path) -> None:
     """The newest two and every fourth stay complete. The log has the rule for each removed checkpoint."""
     stores = stored(tmp_path, 3, range(1, 8))
     with agents(stores) as running:
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
         for agent in running:
             set_policy(agent, Retention(keep_last=2, keep_every=4), revision=7)
-        gone_to(stores, [4, 6, 7])
+        wait_until_only(stores, [4, 6, 7])
         with running[0].client() as client:
             counted = partial(client.call, "GET", "/v1/status")  # counted a moment after the directory is removed
             wait_for(
@@ -116,19 +116,19 @@ def test_a_node_that_was_away_removes_only_by_its_own_ranks_policy(tmp_path: Pat
         all_three[2].process.wait(10)
         for agent in running:
             set_policy(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores[:2], [3])
+        wait_until_only(stores[:2], [3])
         checkpointed(stores, 4, RING, checkpoint_id="step-4", size_bytes=SMALL, on=(0, 1))
         meet(*running)
-        gone_to(stores[:2], [4])
+        wait_until_only(stores[:2], [4])
         with running_agent(stores[2].root, *QUICK) as back:
             meet(*running, back)
-            wait_for(lambda: there(stores[2]) == [1, 2, 3, 4], 20, "the new one")
-            stays(stores, *running, back)
+            wait_for(lambda: steps_in(stores[2]) == [1, 2, 3, 4], 20, "the new one")
+            assert_unchanged(stores, *running, back)
             with back.client() as client:
                 wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
             set_policy(back, Retention(keep_last=1), revision=4)
-            gone_to(stores, [4])
-            stays(stores, *running, back)
+            wait_until_only(stores, [4])
+            assert_unchanged(stores, *running, back)
     assert [findings(store) for store in stores[:2]] == [[], []]
     assert "removed step-1" in (stores[2].root / "agent.out").read_text()
 
@@ -143,11 +143,11 @@ def test_nothing_is_removed_while_a_node_is_silent(tmp_path: Path) -> None:
         until = time.monotonic() + 2 * SETTLED_S
         while time.monotonic() < until:
             time.sleep(0.2)
-            assert there(stores[0]) == there(stores[1]) == [1, 2, 3]
+            assert steps_in(stores[0]) == steps_in(stores[1]) == [1, 2, 3]
         running[2].signal(signal.SIGCONT)
         set_policy(running[2], Retention(keep_last=1), revision=3)
         meet(*running)
-        gone_to(stores, [3])
+        wait_until_only(stores, [3])
     stores = stored(tmp_path / "given-up", 3, (1, 2, 3))
     with agents(stores) as running:
         for agent in running:
@@ -155,7 +155,7 @@ def test_nothing_is_removed_while_a_node_is_silent(tmp_path: Path) -> None:
         running[2].signal(signal.SIGKILL)
         for agent in running[:2]:
             set_policy(agent, Retention(keep_last=1), revision=4)
-        gone_to(stores[:2], [3])
+        wait_until_only(stores[:2], [3])
 
 
 def test_the_newest_complete_checkpoint_stays(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_the_newest_complete_checkpoint_stays(tmp_path: Path) -> None:
     with agents(stores) as running:
         for agent in running:
             set_policy(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores, [2, 3])
-        stays(stores, *running)
+        wait_until_only(stores, [2, 3])
+        assert_unchanged(stores, *running)
 
 
 def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
@@ -178,18 +178,18 @@ def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
         with running_agent(stores[0].root, *QUICK) as agent:
             meet(agent, other)
             set_policy(agent, Retention(keep_last=1), revision=3)
-            stays(stores, agent, other)
+            assert_unchanged(stores, agent, other)
             set_policy(agent, Retention(keep_last=2), revision=10)
-            gone_to(stores[:1], [2, 3])
-            assert there(stores[1]) == [1, 2, 3]
+            wait_until_only(stores[:1], [2, 3])
+            assert steps_in(stores[1]) == [1, 2, 3]
             set_policy(other, Retention(keep_last=2), revision=10)
-            gone_to(stores, [2, 3])
+            wait_until_only(stores, [2, 3])
 
 
 @pytest.mark.parametrize("gone_by", ["commit", "newer one seen whole", "retention"])
 def test_a_part_of_an_overwritten_checkpoint_does_not_come_back(tmp_path: Path, gone_by: str) -> None:
-    """A node comes back with a part of an overwritten checkpoint of another run, after the others removed both: the
-    part is removed there too.
+    """A node comes back with a part of a checkpoint that another run overwrote. The other nodes have removed both
+    saves: the part is removed, too.
     """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
@@ -209,18 +209,18 @@ def test_a_part_of_an_overwritten_checkpoint_does_not_come_back(tmp_path: Path, 
         for agent in running:
             set_policies(agent, policies)
         if gone_by == "retention":
-            stays(stores[:2], *running)
+            assert_unchanged(stores[:2], *running)
             for agent in running:  # the reader has gone on to another checkpoint
                 read_by(agent, {**load, "save_id": f"{3:032x}"})
-        gone_to(stores[:2], [2, 3])
+        wait_until_only(stores[:2], [2, 3])
         assert not any(replaced_saves(store) for store in stores[:2])
-        assert there(stores[2]) == [1, 2, 3]
+        assert steps_in(stores[2]) == [1, 2, 3]
     with agents(stores) as running:
         for agent in running:
             set_policies(agent, policies)
-        gone_to(stores, [2, 3])
+        wait_until_only(stores, [2, 3])
         wait_for(lambda: not replaced_saves(stores[2]), 20, "its removal there")
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
     for store in stores:
         assert findings(store) == []
 
@@ -241,13 +241,13 @@ def test_an_overwritten_version_stays_until_its_load_ends(tmp_path: Path) -> Non
         meet(*running)
         for agent in running:
             set_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
         assert held(stores[0]) == {shard(0), "__0_4.distcp"}, "both versions"
         for agent in running:  # the reader has gone on to another checkpoint
             read_by(agent, {**load, "save_id": f"{3:032x}"})
-        gone_to(stores, [2, 3])
+        wait_until_only(stores, [2, 3])
         assert not any(replaced_saves(store) for store in stores)
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
     assert [findings(store) for store in stores] == [[], []]
 
 
@@ -264,7 +264,7 @@ def test_a_complete_checkpoint_of_a_returning_node_gets_its_copies(tmp_path: Pat
     with agents(stores[:2]) as running:
         for agent in running:
             set_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
-        gone_to(stores[:2], [2, 3])
+        wait_until_only(stores[:2], [2, 3])
     with agents(stores):
         wait_for(lambda: [held(store) for store in stores[:2]] == [{shard(0)}, {shard(1)}], 20, "its copies again")
     assert [findings(store) for store in stores] == [[], [], []]
@@ -286,10 +286,10 @@ def test_a_peer_cannot_have_anything_removed(tmp_path: Path) -> None:
     stores = stored(tmp_path, 2, (1, 2, 3))
     with agents(stores) as (peer, agent):
         set_policy(peer, Retention(keep_last=1), revision=99)
-        gone_to(stores[:1], [3])
-        assert there(stores[1]) == [1, 2, 3]
+        wait_until_only(stores[:1], [3])
+        assert steps_in(stores[1]) == [1, 2, 3]
         set_policy(agent, Retention(keep_last=2), revision=4)
-        stays(stores, peer, agent)
+        assert_unchanged(stores, peer, agent)
         with agent.peer() as client, pytest.raises(StoreDenied, match="OWNER"):
             client.call("POST", "/v1/retention", {"policies": []})
 
@@ -301,7 +301,7 @@ def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
     with running_agent(store.root, *QUICK) as agent:
         set_policy(agent, Retention(keep_last=2), revision=2, scope="run")
-        stays([store], agent)
+        assert_unchanged([store], agent)
     for number in (3, 4):
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
     checkpointed([store], 5, {shard(0): (0,)}, checkpoint_id="other/step-5", size_bytes=SMALL)
@@ -354,14 +354,14 @@ def test_a_checkpoint_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
     with agents(stores) as running:
         for agent in running:
             set_policy(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores, [1, 3])
-        stays(stores, *running)
+        wait_until_only(stores, [1, 3])
+        assert_unchanged(stores, *running)
         assert "kept beyond the policy" in (stores[0].root / "agent.out").read_text()
         for agent in running:
             with agent.client() as client:
                 client.call("POST", "/v1/object/target", {"url": url, "options": {}, "environment": {}})
         wait_for((tmp_path / "bucket" / "step-1" / ".metadata").exists, 20, "the upload")
-        gone_to(stores, [3])
+        wait_until_only(stores, [3])
 
 
 def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,8 +383,8 @@ def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytes
         assert left == {shard(0), shard(1), ".metadata", gone_name(f"{1:032x}")}
         with running_agent(stores[1].root, *QUICK) as again:
             meet(first, again)
-            gone_to(stores, [2])
-            stays(stores, first, again)
+            wait_until_only(stores, [2])
+            assert_unchanged(stores, first, again)
 
 
 def test_files_of_a_removed_checkpoint_are_recycled(tmp_path: Path) -> None:
@@ -394,17 +394,17 @@ def test_files_of_a_removed_checkpoint_are_recycled(tmp_path: Path) -> None:
     with agents(stores) as running:
         for agent in running:
             set_policy(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores, [3])
+        wait_until_only(stores, [3])
         for store in stores:
             assert {path.name for path in (store.root / RECYCLED_DIR).iterdir()} == names
         for agent in running:
             set_policy(agent, None, revision=4)
         wait_for(lambda: not any(any((store.root / RECYCLED_DIR).iterdir()) for store in stores), 20, "an empty pool")
-        assert [there(store) for store in stores] == [[3], [3]]
+        assert [steps_in(store) for store in stores] == [[3], [3]]
 
 
 @pytest.mark.parametrize("action", ["raise", "kept"])
-def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
+def test_a_checkpoint_is_removed_in_one_step(tmp_path: Path, action: str) -> None:
     """Only the given save is removed, open files stay readable, and the next start completes a removal that crashed."""
     (store,) = stored(tmp_path, 1, ())
     manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=SMALL)
@@ -428,7 +428,7 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
         store.tidy(is_alone=True)
     else:
         assert retire(store.root, "step-1", later.save_id)
-    assert there(store) == []
+    assert steps_in(store) == []
     assert not list((store.root / "step-1").glob("*"))
     with file:
         assert len(file.read()) == later.shards[name].size_bytes

@@ -13,7 +13,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import WEIGHTS, checkpointed, findings, held, quarantined, shard, with_optimizer
-from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, meet, set_policy, stays
+from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, assert_unchanged, meet, set_policy
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 WHOLE = with_optimizer(PAIR)
@@ -58,7 +58,7 @@ def test_each_agent_slims_its_part(tmp_path: Path) -> None:
         for agent in running:
             set_policy(agent, POLICY, revision=4)
         are_full(stores, [3, 4])
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
         are_full(stores, [3, 4])
         with running[0].client() as client:
             wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
@@ -79,7 +79,7 @@ def test_a_node_slims_only_by_its_own_ranks_policy(tmp_path: Path) -> None:
     with agents(stores) as running:
         set_policy(running[0], Retention(keep_last=3, full_last=1), revision=3)
         are_full(stores[:1], [2, 3])  # the other node's ranks have no policy
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
         assert full(stores[1]) == [1, 2, 3]
         for store in stores:
             (store.root / "step-1" / shard(0)).unlink()

@@ -26,7 +26,7 @@ from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
-from tests.agent.repair.test_retention import meet, set_policy, stays, there
+from tests.agent.repair.test_retention import assert_unchanged, meet, set_policy, steps_in
 from tests.cli.commands import as_json, command
 from tests.stores.local.test_order_of_commits import open_save
 
@@ -58,8 +58,8 @@ def names_in(store: LocalStore) -> list[str]:
 
 
 def test_rm_on_each_node_removes_for_good(tmp_path: Path) -> None:
-    """The output names the node that still has the checkpoint. It does not come back after a restart, and `rm` on the
-    second node ends it.
+    """The output names the node that still has the checkpoint. A removed checkpoint does not come back, also after a
+    restart.
     """
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
@@ -69,8 +69,8 @@ def test_rm_on_each_node_removes_for_good(tmp_path: Path) -> None:
         assert "removed on this node: step-1 (" in done.stdout
         assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
         assert "next step: run the same command on each of these nodes" in done.stdout
-        assert [there(store) for store in nodes] == [[2], [1, 2]]
-        stays(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[2], [1, 2]]
+        assert_unchanged(nodes, *running)
         assert "removed on host0" in command("ls", "--root", nodes[1].root).stdout
         assert command("status", "--root", nodes[1].root).returncode == ExitCode.OK
         assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
@@ -78,16 +78,16 @@ def test_rm_on_each_node_removes_for_good(tmp_path: Path) -> None:
         running[0].process.wait()
         with running_agent(nodes[0].root, *QUICK) as again:
             meet(again, running[1])
-            stays(nodes, again, running[1])
+            assert_unchanged(nodes, again, running[1])
             done = command("rm", "step-1", "--root", nodes[1].root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, "")
-            assert [there(store) for store in nodes] == [[2], [2]]
-            stays(nodes, again, running[1])
+            assert [steps_in(store) for store in nodes] == [[2], [2]]
+            assert_unchanged(nodes, again, running[1])
             assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.NOT_FOUND
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
+def test_the_last_complete_checkpoint_is_kept(tmp_path: Path) -> None:
     """Without --force the last complete checkpoint stays. A newer one with a lost file does not count."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
@@ -95,15 +95,15 @@ def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
         (store.root / "step-2" / shard(0)).unlink()
     with agents(nodes, *QUICK):
         done = command("rm", "step-1", "--root", nodes[0].root)
-        assert (done.returncode, there(nodes[0])) == (ExitCode.FAILED, [1, 2])
+        assert (done.returncode, steps_in(nodes[0])) == (ExitCode.FAILED, [1, 2])
         assert "step-1 is the last good checkpoint of its run; nothing was changed" in done.stdout
         assert command("rm", "step-2", "--root", nodes[0].root, "--dry-run").returncode == ExitCode.OK
-        assert there(nodes[0]) == [1, 2]
+        assert steps_in(nodes[0]) == [1, 2]
         assert "still on" in command("rm", "step-2", "--root", nodes[0].root).stdout
-        assert there(nodes[0]) == [1]
+        assert steps_in(nodes[0]) == [1]
         code, found = as_json("rm", "step-1", "--root", nodes[0].root, "--force")
-        assert (code, found["removed"], there(nodes[0])) == (ExitCode.FAILED, ["step-1"], [])
-        assert there(nodes[1]) == [1, 2]
+        assert (code, found["removed"], steps_in(nodes[0])) == (ExitCode.FAILED, ["step-1"], [])
+        assert steps_in(nodes[1]) == [1, 2]
 
 
 def test_a_checkpoint_that_a_load_reads_stays(tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_a_checkpoint_that_a_load_reads_stays(tmp_path: Path) -> None:
         with agent.client() as client:
             client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
         done = command("rm", "step-1", "--root", store.root)
-        assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+        assert (done.returncode, steps_in(store)) == (ExitCode.FAILED, [1, 2])
         assert "kept: step-1: a load reads it" in done.stdout
         assert "--force" in done.stdout
         assert store.journal.read_removed() == frozenset()
         assert command("rm", "step-1", "--root", store.root, "--force").returncode == ExitCode.OK
-        assert there(store) == [2]
+        assert steps_in(store) == [2]
 
 
 def test_an_interrupted_removal_is_finished(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_an_interrupted_removal_is_finished(tmp_path: Path) -> None:
     store.agent_directory()
     store.journal.append_end(first, End.REMOVING)
     with running_agent(store.root):
-        wait_for(lambda: there(store) == [2], 20, "the removal")
+        wait_for(lambda: steps_in(store) == [2], 20, "the removal")
     assert findings(store) == []
 
 
@@ -140,13 +140,13 @@ def test_prune_removes_by_the_rule(tmp_path: Path) -> None:
     with agents(nodes, *QUICK) as running:
         done = command("prune", "--keep-last", "2", "--root", nodes[0].root, "--dry-run")
         assert (done.returncode, done.stdout.count(" goes: "), done.stdout.count(" stays: ")) == (0, 2, 2)
-        assert there(nodes[0]) == [1, 2, 3, 4]
+        assert steps_in(nodes[0]) == [1, 2, 3, 4]
         assert command("prune", "--keep-last", "2", "--root", nodes[0].root).returncode == ExitCode.FAILED
-        assert [there(store) for store in nodes] == [[3, 4], [1, 2, 3, 4]]
-        stays(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[3, 4], [1, 2, 3, 4]]
+        assert_unchanged(nodes, *running)
         code, found = as_json("prune", "--keep-last", "2", "--root", nodes[1].root)
         assert (code, found["removed"], found["still_on"]) == (ExitCode.OK, ["step-1", "step-2"], {})
-        assert [there(store) for store in nodes] == [[3, 4], [3, 4]]
+        assert [steps_in(store) for store in nodes] == [[3, 4], [3, 4]]
         assert "nothing to remove" in command("prune", "--keep-last", "2", "--root", nodes[1].root).stdout
         for wrong in ("0", "-1", "all"):
             done = command("prune", f"--keep-last={wrong}", "--root", nodes[1].root)
@@ -170,8 +170,8 @@ def test_a_silent_node_is_named(tmp_path: Path) -> None:
         with running[0].client() as client:
             client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "again"})
         time.sleep(1)
-        stays(nodes, *running)
-        assert [there(store) for store in nodes] == [[2], [1, 2]]
+        assert_unchanged(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[2], [1, 2]]
 
 
 def test_a_removal_leaves_the_copies_of_a_spare_node(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ def test_a_removal_leaves_the_copies_of_a_spare_node(tmp_path: Path) -> None:
         spare = nodes[2]
         wait_for(lambda: held(spare, "step-1") == held(spare, "step-2") == {shard(0), shard(1)}, 30, "the copies")
         assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
-        assert there(nodes[0]) == [2]
-        stays([nodes[0], spare], running[0], running[2])
+        assert steps_in(nodes[0]) == [2]
+        assert_unchanged([nodes[0], spare], running[0], running[2])
         assert held(spare, "step-1") == {shard(0), shard(1)}
 
 
@@ -199,15 +199,15 @@ def test_a_checkpoint_that_the_user_restores_stays(tmp_path: Path) -> None:
     with agents(nodes, *QUICK) as running:
         for store in nodes:
             command("rm", "step-1", "--root", store.root)
-        assert [there(store) for store in nodes] == [[2], [2]]
+        assert [steps_in(store) for store in nodes] == [[2], [2]]
         for store in nodes:
             shutil.copytree(tmp_path / "backup" / store.root.name, tmp_path / "coming" / store.root.name)
             (tmp_path / "coming" / store.root.name).rename(store.root / "step-1")
         (nodes[0].root / "step-1" / shard(1)).unlink()
         meet(*running)
         wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of the restored checkpoint")
-        stays(nodes, *running)
-        assert [there(store) for store in nodes] == [[1, 2], [1, 2]]
+        assert_unchanged(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[1, 2], [1, 2]]
     assert [findings(store) for store in nodes] == [[], []]
 
 
@@ -279,11 +279,11 @@ def test_a_checkpoint_that_a_process_reads_is_kept(tmp_path: Path) -> None:
         assert lock is not None
         try:
             code, found = as_json("rm", "step-1", "--root", store.root)
-            assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
+            assert (code, found["removed"], steps_in(store)) == (ExitCode.FAILED, [], [1, 2])
             assert found["kept"] == {"step-1": "a process of this node reads it; wait for it to end, or use --force"}
             assert store.journal.read_removed() == frozenset()
             done = command("rm", "step-1", "--root", store.root, "--force")
-            assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+            assert (done.returncode, steps_in(store)) == (ExitCode.FAILED, [1, 2])
             assert (
                 "kept: step-1: a process of this node reads it; it is removed when that process has ended"
                 in done.stdout
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_a_process_reads_is_kept(tmp_path: Path) -> None:
             assert "removed on this node" not in done.stdout
         finally:
             lock.release()
-        wait_for(lambda: there(store) == [2], 20, "the removal")
+        wait_for(lambda: steps_in(store) == [2], 20, "the removal")
 
 
 def test_a_version_stays_with_an_older_one_that_a_process_reads(tmp_path: Path) -> None:
@@ -410,6 +410,6 @@ def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
         done = command("prune", "--keep-last", "1", "--keep-period", "4", "--root", store.root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "stays: it has the best 'loss' (0.1)" in done.stdout
-        assert there(store) == [2, 3, 4, 5]
+        assert steps_in(store) == [2, 3, 4, 5]
         assert command("prune", "--keep-last", "1", "--keep-every", "2", "--root", store.root).returncode == ExitCode.OK
-        assert there(store) == [2, 3, 4, 5]
+        assert steps_in(store) == [2, 3, 4, 5]

@@ -73,8 +73,8 @@ def test_a_checkpoint_is_slimmed(stores: list[LocalStore], capsys: Capsys) -> No
 _READ = "a load reads it, or its save has not ended on this node; run the command again later"
 
 
-def test_the_last_full_one_stays(stores: list[LocalStore], capsys: Capsys) -> None:
-    """Without --force the last full checkpoint stays. One without a complete copy does not count."""
+def test_the_last_full_checkpoint_stays(stores: list[LocalStore], capsys: Capsys) -> None:
+    """Without --force the last full checkpoint stays."""
     store = stores[0]
     assert run(capsys, "slim", "step-1", "--root", store.root)[0] == ExitCode.OK
     assert run(capsys, "slim", "step-3", "--root", store.root)[0] == ExitCode.OK
