@@ -259,7 +259,7 @@ def test_a_decided_save_is_not_aborted_for_a_lost_node(
     assert service.store.catalog.checkpoint_of(OLD) == "theirs"
 
 
-def test_a_leftover_intent_of_a_published_save_is_removed(service: NodeService) -> None:
+def test_a_stale_intent_of_a_published_save_is_removed(service: NodeService) -> None:
     """Only the intent of a save is left here, and another node has published the save: the intent is removed."""
     service.store.begin(Intent(NEW, "step-10", "repair", overwrite=True))
     service.store.staging(NEW).rmdir()
