@@ -34,7 +34,7 @@ T = TypeVar("T")
 HOME = Path(__file__).resolve().parents[2]
 START_S = 60.0
 ANSWER_S = 30.0
-"""An agent answers within so long, on a machine that stood still for seconds, too."""
+"""An agent answers within this time even on a machine that stalls for seconds."""
 
 
 @dataclass
@@ -46,15 +46,15 @@ class RunningAgent:
     endpoint: Endpoint
 
     def client(self, timeout_s: float = ANSWER_S) -> AgentClient:
-        """As the agent's own user has it, who may ask for everything."""
+        """A client with the owner token, which may call every verb."""
         return AgentClient(self.endpoint.local_address(), timeout_s)
 
     def peer(self, timeout_s: float = ANSWER_S) -> AgentClient:
-        """As another node has it."""
+        """A client with the peer token, as another node has."""
         return AgentClient(self.endpoint.address(), timeout_s)
 
     def signal(self, number: int) -> None:
-        """Returns, from SIGSTOP, once it is stopped."""
+        """Sends a signal. For SIGSTOP, returns once the process is stopped."""
         if number == signal.SIGSTOP:
             stop_process(self.process.pid)
         else:
@@ -70,7 +70,7 @@ def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRout
 
 @contextmanager
 def opened_server(store: LocalStore) -> Iterator[AgentAddress]:
-    """An agent's door in this process, as its own user knows it."""
+    """Serves a store over HTTP in this process. Yields the address with the owner token."""
     service, stopping, owner = NodeService(store), threading.Event(), "b" * 32
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e9, stopping), stopping)
     routes = Routes(service, reprotector, object_routes(service, stopping), lambda **_: {}, lambda: None)
@@ -109,10 +109,12 @@ def _endpoint(root: Path, process: Forked) -> Endpoint | None:
 
 
 def exchanged(port: int, raw: bytes) -> bytes:
-    """Everything that is answered to these bytes, until the other side closes, which it may before it has all of them.
+    """Sends raw bytes to a port and returns all bytes of the answer, until the server closes the connection.
+
+    The server may close before it has read all bytes.
 
     Raises:
-        TimeoutError: it neither reads, answers nor closes.
+        TimeoutError: the server neither reads, answers nor closes.
     """
     answer = b""
     with socket.create_connection(("127.0.0.1", port), ANSWER_S) as connection:
@@ -127,6 +129,7 @@ def exchanged(port: int, raw: bytes) -> bytes:
 
 @contextmanager
 def _closed_early() -> Iterator[None]:
+    """Ignores the errors of a connection that the server has closed, but not a timeout."""
     try:
         yield
     except TimeoutError:
@@ -136,6 +139,7 @@ def _closed_early() -> Iterator[None]:
 
 
 def wait_for(look: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    """Calls `look` until it returns something true, and returns that. Fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = look()

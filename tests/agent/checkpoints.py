@@ -1,4 +1,4 @@
-"""Checkpoints made by hand on several stores, without torch and without agents, and a full check of what lies there."""
+"""Writes checkpoints into several stores without torch and without agents, and reads back what the stores hold."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from replicated_ckpt.testing.shards import table_of
 
 METADATA = b"metadata" * 50
 WEIGHTS = b"weights" * 30
-"""The metadata of the weights alone."""
+"""The metadata of a slimmed checkpoint."""
 
 
 def shard(rank: int, part: Part = Part.WEIGHTS) -> str:
@@ -27,7 +27,7 @@ def shard(rank: int, part: Part = Part.WEIGHTS) -> str:
 
 
 def with_optimizer(holders_by_shard: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """These shards, and an optimizer's beside each."""
+    """Adds an optimizer shard, with the same holders, beside each of these shards."""
     return {
         renumbered_part(name, part): held
         for name, held in holders_by_shard.items()
@@ -36,27 +36,27 @@ def with_optimizer(holders_by_shard: Mapping[str, Sequence[int]]) -> dict[str, S
 
 
 def renumbered_part(name: str, part: Part) -> str:
-    """The shard of the same rank and save of this part."""
+    """The name of the shard of `part` of the same rank and save."""
     parsed = ShardName.parse(name)
     assert parsed is not None
     return str(ShardName(parsed.rank, parsed.index - parsed.index % NUMBERS_PER_SAVE + part))
 
 
 def renumbered(name: str, number: int) -> str:
-    """The shard of the same rank and part in a version whose files have numbers from this one on."""
+    """The name of the same shard in a save whose file numbers start at `number`."""
     parsed = ShardName.parse(name)
     return name if parsed is None else str(ShardName(parsed.rank, number + parsed.index % NUMBERS_PER_SAVE))
 
 
 def next_file_number(stores: Sequence[LocalStore], checkpoint_id: str) -> int:
-    """The first number for the files of a save: the smallest of numbers that are free in all of these stores."""
+    """The first file number of a new save: the lowest that is free in all of these stores."""
     taken = frozenset[int]().union(*(store.find_taken_numbers(checkpoint_id) or () for store in stores))
     used = {number // NUMBERS_PER_SAVE for number in taken}
     return next(number for number in itertools.count() if number not in used) * NUMBERS_PER_SAVE
 
 
 def file_number(stores: Sequence[LocalStore], checkpoint_id: str, save_id: str) -> int:
-    """That of a save in the names of its files, if a store has it; else the next free one."""
+    """The first file number of a save that a store holds already; else the next free one."""
     for store in stores:
         if save_id in {held.save_id for held in store.catalog.holdings("", checkpoint_id)}:
             names = map(ShardName.parse, store.catalog.manifest_of(checkpoint_id, save_id).shards)
@@ -65,7 +65,7 @@ def file_number(stores: Sequence[LocalStore], checkpoint_id: str, save_id: str) 
 
 
 def replaced_saves(store: LocalStore) -> list[str]:
-    """The saves that are kept in a store although a newer one has their name."""
+    """The ids of saves that a store keeps although a newer save has their checkpoint id."""
     return sorted(manifest.save_id for _, manifest in store.catalog.read_replaced())
 
 
@@ -83,11 +83,11 @@ def checkpointed(
     lineage: str = "",
     replaces_in_bucket: str = "",
 ) -> Manifest:
-    """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
+    """Writes a committed checkpoint. `holders_by_shard` has the indices of the stores of each shard, the owner's first.
 
-    With shards of an optimizer it can be slimmed. With a `url` it is to be uploaded there, under a prefix of its own or
-    not. Where a store has another version of the checkpoint its shards have the next free number in their names, as those
-    of a save have.
+    The metadata is written to all stores, or to those in `on`. A checkpoint with optimizer shards can be slimmed. With
+    a `url`, the manifest asks for an upload there, under a prefix of its own or not. Where a store holds another save
+    of the same checkpoint, the shards get the next free file number, as in a real save.
     """
     number_in_names = file_number(stores, checkpoint_id, f"{number:032x}")
     holders_by_shard = {renumbered(name, number_in_names): held for name, held in holders_by_shard.items()}
@@ -95,7 +95,7 @@ def checkpointed(
     nodes = [store.node_id() for store in stores]
     weights = make_weights(has_own_prefix=has_own_prefix) if any(map(_is_optimizer, holders_by_shard)) else None
     in_bucket = METADATA if weights is None else METADATA + WEIGHTS
-    described = in_bucket * (1 + has_own_prefix)  # the bucket's follows the nodes' there
+    described = in_bucket * (1 + has_own_prefix)  # with its own prefix, the bucket's metadata follows the nodes'
     contents = {name: os.urandom(size_bytes) for name in holders_by_shard}
     tables = {name: table_of([data]) for name, data in contents.items()}
     manifest = Manifest(
@@ -132,7 +132,7 @@ def checkpointed(
 
 
 def make_weights(*, has_own_prefix: bool = False) -> WeightsEntry:
-    """The entry of a manifest for the weights alone."""
+    """The manifest's entry for the weights."""
     both, there = WEIGHTS * (1 + has_own_prefix), WEIGHTS * has_own_prefix
     return WeightsEntry(len(WEIGHTS), crc32c(both), len(there), crc32c(there), ("optim",))
 
@@ -142,7 +142,7 @@ def _is_optimizer(name: str) -> bool:
 
 
 def introduced(store: LocalStore, peers: Sequence[AgentAddress]) -> None:
-    """Writes the address book of a store whose agent does not run, as if it had met these peers."""
+    """Writes these peers into the address book of a store whose agent does not run."""
     entries = [peer.to_json() for peer in peers if peer.node_id != store.node_id()]
     (store.agent_directory() / "peers.json").write_text(json.dumps(entries))
 
@@ -152,13 +152,13 @@ def findings(store: LocalStore) -> list[Finding]:
 
 
 def held(store: LocalStore, checkpoint_id: str = "step-1") -> set[str]:
-    """The shards that lie in a store intact, every byte read."""
+    """Reads every byte of a checkpoint in a store, and returns the shards that are intact."""
     inspector = Inspector(store, store.node_id())
     list(inspector.inspect(checkpoint_id))
     return {name for holding in inspector.holdings for name in holding.sizes if name not in holding.damaged}
 
 
 def quarantined(store: LocalStore) -> list[str]:
-    """Names of the files that were set aside."""
+    """Names of the files in quarantine."""
     folder = store.root / ".quarantine"
     return sorted(path.name.rpartition(".")[0] for path in folder.rglob("*") if path.is_file())

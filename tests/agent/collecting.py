@@ -1,4 +1,4 @@
-"""One look of the collector at what lies on a node."""
+"""Runs the collector of superseded checkpoints once."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,6 @@ from replicated_ckpt.node.saves.service import NodeService
 def drop_superseded(
     service: NodeService, manifests: Mapping[str, Manifest], views: Sequence[NodeView], *, is_done: bool = False
 ) -> None:
-    """As each round of re-protection does. `is_done`: every checkpoint has its copies."""
+    """Like one round of re-protection. `is_done`: every checkpoint has all its copies."""
     damaged = find_damaged(service) if is_done else ()
     Collector(service, threading.Event()).drop_superseded(manifests, views, damaged)

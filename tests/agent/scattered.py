@@ -1,4 +1,4 @@
-"""A checkpoint of stock torch, scattered by hand over the stores of a test."""
+"""A checkpoint of torch's own writer whose files are spread over several stores."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ def state(seed: int = 1) -> dict[str, Any]:
 def scattered(
     stores: Sequence[LocalStore], folder: Path, *, metadata_on: int = 0, checkpoint_id: str = ID, seed: int = 1
 ) -> Mapping[str, bytes]:
-    """Saves with torch's own writer and deals the shards out to the stores, `.metadata` to one; returns every file."""
+    """Saves with torch's own writer and spreads the shards over the stores, `.metadata` into one. Returns every file."""
     source = folder / "by-stock-torch"
     dcp.save(state(seed), storage_writer=dcp.FileSystemWriter(source, thread_count=4), no_dist=True)
     contents = {path.name: path.read_bytes() for path in source.iterdir()}
@@ -34,7 +34,7 @@ def scattered(
 
 
 def loads(store: LocalStore, checkpoint_id: str = ID, seed: int = 1) -> bool:
-    """Whether one process with this store gets every value that was saved."""
+    """Whether one process with this store loads every value of `state(seed)`."""
     return _gives(ReplicatedReader(store.root), checkpoint_id, seed)
 
 

@@ -13,7 +13,7 @@ from tests.agent.agents import ANSWER_S, RunningAgent
 
 @dataclass(frozen=True)
 class Scraped:
-    """An answer to a scraper."""
+    """The answer to a scrape."""
 
     text: str
     headers: Message
@@ -29,7 +29,7 @@ def scrape(agent: RunningAgent | Endpoint, path: str = "/metrics") -> Scraped:
 
 
 def scraped(agent: RunningAgent | Endpoint, path: str = "/metrics") -> Mapping[str, float]:
-    """The samples by name without its prefix, with their labels in order: `errors_total{class=...,origin=...}`."""
+    """The samples by name, without the common prefix, with sorted labels: `errors_total{class=...,origin=...}`."""
     found = {}
     for family in text_string_to_metric_families(scrape(agent, path).text):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""An agent that hung, and goes on: what it was asked meanwhile, and is waited for no longer, undoes nothing newer."""
+"""An agent hangs while it is asked, and continues after the caller has given up: the late request undoes nothing newer."""
 
 import os
 import signal
@@ -45,8 +45,10 @@ def log_of(agent: RunningAgent) -> str:
     return (agent.root / "agent.out").read_text()
 
 
-def test_the_opening_of_an_earlier_save_ends_no_later_one(agents: list[RunningAgent]) -> None:
-    """The job has gone on without that agent, and its ranks work on the next save, which they have opened by themselves."""
+def test_a_late_opening_does_not_abort_a_newer_save(agents: list[RunningAgent]) -> None:
+    """The stopped agent continues after the job has opened its next save without that agent: the late request does not
+    abort the next save.
+    """
     first, second = agents
     stores = [LocalStore(agent.root) for agent in agents]
     second.signal(signal.SIGSTOP)
@@ -57,16 +59,16 @@ def test_the_opening_of_an_earlier_save_ends_no_later_one(agents: list[RunningAg
     with stores[0].lock_save(LATER), stores[1].lock_save(LATER):
         second.signal(signal.SIGCONT)
         is_seen = lambda: "no longer waits for an answer" in log_of(second) or stores[1].is_staged(EARLIER)  # noqa: E731
-        wait_for(is_seen, ANSWER_S, "the agent goes on")
+        wait_for(is_seen, ANSWER_S, "the late request")
         with second.client() as client:
             assert client.call("GET", f"/v1/saves/{EARLIER}")["state"] == "unknown"
         assert [store.is_staged(LATER) for store in stores] == [True, True]
 
 
-def test_a_shard_that_its_rank_writes_by_now_is_not_taken(
-    agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank has waited in vain for its agent to take the shard; else they would undo each other's work."""
+def test_a_shard_that_its_rank_writes_is_not_taken(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank writes the shard itself after the agent did not take it in time. The agent continues, and does not touch
+    the shard.
+    """
     second = agents[1]
     open_save(agents, second, LATER)
     store, memory = LocalStore(second.root), os.memfd_create("staged")
@@ -80,8 +82,8 @@ def test_a_shard_that_its_rank_writes_by_now_is_not_taken(
         with FileSink.create(store.path_of_staged(LATER, SHARD)) as sink:
             sink.write(memoryview(b"the rank's"))
             second.signal(signal.SIGCONT)
-            said, staged = "no longer waits for an answer", store.path_of_staged(LATER, SHARD)
-            is_seen = lambda: said in log_of(second) or staged.exists()  # noqa: E731
-            wait_for(is_seen, ANSWER_S, "the agent goes on")
+            line, staged = "no longer waits for an answer", store.path_of_staged(LATER, SHARD)
+            is_seen = lambda: line in log_of(second) or staged.exists()  # noqa: E731
+            wait_for(is_seen, ANSWER_S, "the late request")
             sink.finish_durably()
         assert store.path_of_staged(LATER, SHARD).read_bytes() == b"the rank's"

@@ -1,4 +1,4 @@
-"""The agent as a process: its door, its life, and what it does when a peer or its own disk fails."""
+"""The agent as a process: requests, shards, start and end, and failures of a peer."""
 
 import contextlib
 import fcntl
@@ -55,7 +55,7 @@ def begin(
     checkpoint_id: str = "step-1",
     overwrite: bool = False,
 ) -> str:
-    """Opens a save of this node and of others at this one's agent."""
+    """Opens a save at `agent`, with this agent's node and those of `others`."""
     name, peers = save_id(number), peers_of(agent, *others)
     document = {"checkpoint_id": checkpoint_id, "session": session, "overwrite": overwrite, "peers": peers}
     with agent.client() as client:
@@ -63,7 +63,7 @@ def begin(
     return name
 
 
-def sent(agent: RunningAgent, name: str, data: bytes, shard: str = SHARD) -> None:
+def send_shard(agent: RunningAgent, name: str, data: bytes, shard: str = SHARD) -> None:
     sink = PeerSink(agent.endpoint.address(), name, shard, durable=True)
     table = table_of([data])
     sink.write(memoryview(data))
@@ -81,12 +81,12 @@ def committed(agent: RunningAgent, number: int, data: bytes) -> Expected:
     return Expected(entry.size_bytes, entry.crc32c)
 
 
-# The door ------------------------------------------------------------------------------------------------------------
+# Requests ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_can_talk_to_it_and_only_with_the_token(tmp_path: Path) -> None:
-    """The agent speaks HTTP/1.1; a request without the token, or with another, is refused on every path."""
+def test_curl_needs_the_token(tmp_path: Path) -> None:
+    """The agent serves HTTP/1.1, and refuses a request without the token, or with a wrong one, on every path."""
     with running_agent(tmp_path / "a") as agent:
         base = f"http://127.0.0.1:{agent.endpoint.port}"
         shown = subprocess.run(
@@ -111,7 +111,7 @@ def test_curl_can_talk_to_it_and_only_with_the_token(tmp_path: Path) -> None:
 
 
 def test_the_tokens_are_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
-    """Only this user may read them; they are in no log, and not in the process list."""
+    """Only the agent's user can read the file with the tokens. Log, `repr` and command line do not contain them."""
     with running_agent(tmp_path / "a", "--verbose") as agent:
         with agent.client() as client:
             client.call("GET", "/v1/status")
@@ -126,7 +126,7 @@ def test_the_tokens_are_in_private_files_and_nowhere_else(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningAgent, str]]:
-    """An agent with one checkpoint, and a save that is open on it."""
+    """An agent with one checkpoint and one open save."""
     with running_agent(tmp_path_factory.mktemp("busy") / "a") as agent:
         committed(agent, 1, b"data")
         yield agent, begin(agent, 2, checkpoint_id="step-2")
@@ -137,7 +137,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningAgen
     ["../../../../etc/passwd", "..%2f..%2fnode.json", "node.json", "%2e%2e", "__0_0.distcp%00", ".agent/endpoint.json"],
 )
 def test_no_path_leads_out_of_a_checkpoint(busy: tuple[RunningAgent, str], name: str) -> None:
-    """Neither as a file, nor as a checkpoint id, nor when writing."""
+    """A path in a file name or in a checkpoint id reaches no other file, neither to read nor to write."""
     agent, opened = busy
     for path in (
         f"/v1/files/{name}?checkpoint_id=step-1&save_id={save_id(1)}",
@@ -173,8 +173,10 @@ def test_no_path_leads_out_of_a_checkpoint(busy: tuple[RunningAgent, str], name:
         b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 8\r\n\r\n" + b"[" * 8,
     ],
 )
-def test_malformed_requests_hurt_nobody(busy: tuple[RunningAgent, str], raw: bytes) -> None:
-    """Whatever arrives, it is answered, or the connection is closed, and the agent goes on; with a token it says why."""
+def test_malformed_requests_do_not_stop_the_agent(busy: tuple[RunningAgent, str], raw: bytes) -> None:
+    """The agent answers a malformed request or closes the connection, and goes on serving. With a token the answer is
+    400.
+    """
     agent, _ = busy
     answer = exchanged(agent.endpoint.port, raw.replace(b"TOKEN", agent.endpoint.owner_token.encode()))
     assert answer.startswith(b"HTTP/1.1 400 ") or b"TOKEN" not in raw
@@ -182,8 +184,8 @@ def test_malformed_requests_hurt_nobody(busy: tuple[RunningAgent, str], raw: byt
         assert client.call("GET", "/v1/status")["pid"] == agent.process.pid
 
 
-def test_what_a_killed_agent_was_writing_goes(tmp_path: Path) -> None:
-    """The next agent removes it; what a process that runs is writing stays."""
+def test_temporary_files_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
+    """An agent removes temporary files of dead processes when it starts, and leaves those of living processes."""
     directory = tmp_path / "a" / ".agent"
     directory.mkdir(parents=True, mode=0o700)
     dead = subprocess.Popen(["true"])
@@ -199,8 +201,8 @@ def test_what_a_killed_agent_was_writing_goes(tmp_path: Path) -> None:
 # Shards --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_goes_in_and_comes_out(tmp_path: Path) -> None:
-    """What was sent is what ranges of it return, verified, once it was committed."""
+def test_a_committed_shard_can_be_read(tmp_path: Path) -> None:
+    """After the commit, reads of any range return the bytes that were sent, verified."""
     with running_agent(tmp_path / "a") as agent:
         expected = committed(agent, 1, DATA)
         shard = PeerShard(agent.client(), "step-1", save_id(1), SHARD, expected).open()
@@ -212,7 +214,7 @@ def test_a_shard_goes_in_and_comes_out(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
-    """Bytes that do not fit their footer never get a name on the receiving node."""
+    """The receiving node keeps no file if the bytes do not match their footer."""
     with running_agent(tmp_path / "a") as agent:
         name = begin(agent, 1)
         table = table_of([DATA])
@@ -227,7 +229,7 @@ def test_a_copy_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    """A sender that dies in the middle leaves no file that could be taken for a shard."""
+    """A sender closes the connection in the middle of a copy: the receiver removes the partial file."""
     with running_agent(tmp_path / "a") as agent:
         name = begin(agent, 1)
         sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
@@ -239,35 +241,37 @@ def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_bytes_of_another_attempt_are_fenced(tmp_path: Path) -> None:
-    """Once a newer save of the same checkpoint has begun, bytes and commit of the older one are refused."""
+    """Once a newer save of the same checkpoint has begun, an agent refuses the bytes and the commit of the older one."""
     with running_agent(tmp_path / "a") as agent:
         old = begin(agent, 1, session="one")
         new = begin(agent, 2, session="two")
         with pytest.raises(SaveAborted, match="overtook"):
-            sent(agent, old, DATA)
+            send_shard(agent, old, DATA)
         with agent.client() as client, pytest.raises(SaveAborted):
             client.call("POST", f"/v1/saves/{old}/commit")
-        sent(agent, new, DATA)
+        send_shard(agent, new, DATA)
         with pytest.raises(SaveAborted):
-            sent(agent, save_id(9), DATA)
+            send_shard(agent, save_id(9), DATA)
 
 
 def test_an_existing_checkpoint_is_refused_before_a_byte_is_sent(tmp_path: Path) -> None:
-    """The refusal comes when the save begins."""
+    """An agent refuses to open a save over an existing checkpoint."""
     with running_agent(tmp_path / "a") as agent:
         committed(agent, 1, DATA)
         with pytest.raises(CheckpointExists):
             begin(agent, 2)
 
 
-def test_a_save_in_progress_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
-    """While a rank holds its lock, another job's save or load on this root leaves its staging alone."""
+def test_a_locked_save_is_not_removed_as_stale(tmp_path: Path) -> None:
+    """While a rank holds a save's lock, an agent does not remove the staging of that save. It removes a save without a
+    lock.
+    """
     with running_agent(tmp_path / "a") as agent:
         store = LocalStore(agent.root)
         alive, dead = begin(agent, 1, session="one"), begin(agent, 2, session="two", checkpoint_id="step-2")
         with store.intent_path(alive).open("rb") as held:
             fcntl.flock(held, fcntl.LOCK_SH)
-            time.sleep(5.5)  # beyond the grace that a save has before its ranks hold their locks
+            time.sleep(5.5)  # longer than the grace before ranks must hold their locks
             with agent.client() as client:
                 client.call("POST", "/v1/peers", {"peers": []})
             assert store.staging(alive).is_dir()
@@ -275,11 +279,11 @@ def test_a_save_in_progress_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-def test_a_node_that_missed_the_commit_makes_up_for_it(tmp_path: Path) -> None:
-    """A save that a peer has committed is completed from staging, with the peer's manifest and metadata."""
+def test_a_node_that_missed_the_commit_completes_the_save(tmp_path: Path) -> None:
+    """A node completes from staging a save that a peer has committed, with the manifest and metadata of the peer."""
     with running_agent(tmp_path / "a") as first, running_agent(tmp_path / "b") as second:
         name = begin(second, 1, first, session="job")
-        sent(second, name, DATA)
+        send_shard(second, name, DATA)
         committed(first, 1, DATA)
         begin_document = {
             "checkpoint_id": "step-2",
@@ -294,17 +298,19 @@ def test_a_node_that_missed_the_commit_makes_up_for_it(tmp_path: Path) -> None:
         assert list(found["sizes"]) == [SHARD]
 
 
-def written(sink: PeerSink, piece: memoryview, times: int) -> None:
+def write_pieces(sink: PeerSink, piece: memoryview, times: int) -> None:
     for _ in range(times):
         sink.write(piece)
 
 
 @pytest.mark.fault
-def test_a_decided_save_is_never_taken_for_a_given_up_one(tmp_path: Path) -> None:
-    """A node that asks the one where the decision lies gets the save completed, although nobody had published it yet."""
+def test_a_decided_save_is_completed_not_aborted(tmp_path: Path) -> None:
+    """The decision of a save lies on one node, and no node has published the save. Another node asks that node: both
+    then publish.
+    """
     with running_agent(tmp_path / "a") as decider, running_agent(tmp_path / "b") as other:
         name = begin(other, 1, decider, session="job")
-        sent(other, name, DATA)
+        send_shard(other, name, DATA)
         staged(LocalStore(decider.root), 1, DATA)
         with other.client() as client:
             document = {"checkpoint_id": "step-2", "session": "job", "overwrite": False}
@@ -318,7 +324,7 @@ def test_a_decided_save_is_never_taken_for_a_given_up_one(tmp_path: Path) -> Non
 
 
 def test_only_one_agent_serves_a_root(tmp_path: Path) -> None:
-    """A second one leaves at once and says why, with its own exit code."""
+    """A second agent for the same root exits at once, with an error message and an exit code of its own."""
     with running_agent(tmp_path / "a") as agent:
         command = [*agent.process.args]
         second = subprocess.run(command, capture_output=True, timeout=20, check=False, cwd=Path.cwd())
@@ -327,18 +333,19 @@ def test_only_one_agent_serves_a_root(tmp_path: Path) -> None:
         assert agent.process.poll() is None
 
 
-def test_it_stops_cleanly_on_sigterm(tmp_path: Path) -> None:
-    """SIGTERM ends it with exit code 0, and the endpoint file goes with it."""
+def test_an_agent_stops_cleanly_on_sigterm(tmp_path: Path) -> None:
+    """On SIGTERM an agent exits with code 0 and removes its endpoint file."""
     with running_agent(tmp_path / "a") as agent:
         agent.signal(signal.SIGTERM)
         assert agent.process.wait(5) == 0
         assert read_endpoint(agent.root / ".agent") is None
 
 
-def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once its time for open saves is over, a new connection is refused at once, and the request under way is answered.
+def test_a_stopping_agent_refuses_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopping agent whose time for open saves is over refuses new connections at once, and answers the running
+    request.
 
-    In memory: on a disk that others fill, what the request makes durable may take longer than the agent waits for it.
+    The root is in memory: on a busy disk the request may take longer than the agent waits.
     """
     monkeypatch.setenv(failpoints.ENV, "store.opened=sleep:2")
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_DRAIN_S", "0.1")
@@ -354,7 +361,7 @@ def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(monkeypatch: pyt
         def refused() -> bool:
             try:
                 socket.create_connection(("127.0.0.1", agent.endpoint.port), timeout=1).close()
-            except (ConnectionRefusedError, ConnectionResetError):  # a reset, if the door closed on it
+            except (ConnectionRefusedError, ConnectionResetError):  # a reset if the agent closed meanwhile
                 return True
             return False
 
@@ -364,8 +371,8 @@ def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(monkeypatch: pyt
         assert agent.process.wait(5) == 0
 
 
-def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
-    """Without a client it leaves after the idle time; with one it stays."""
+def test_an_idle_agent_exits(tmp_path: Path) -> None:
+    """Without a client, an agent exits after the idle time. With a client, the agent stays."""
     with running_agent(tmp_path / "a", "--idle-exit-s", "0.5") as agent:
         assert agent.process.wait(10) == 0
     lock = client_lock(LocalStore(tmp_path / "b").agent_directory(), 0.0)
@@ -377,8 +384,8 @@ def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
         assert agent.process.wait(10) == 0
 
 
-def test_others_that_watch_it_do_not_keep_it(tmp_path: Path) -> None:
-    """Neither another agent's looks nor a scraper's count as work; a reader's question does."""
+def test_scrapers_and_other_agents_do_not_keep_an_agent_running(tmp_path: Path) -> None:
+    """Questions of other agents and of a scraper do not reset the idle time. A reader's question does."""
     with running_agent(tmp_path / "a", "--idle-exit-s", "1") as agent:
         until = time.monotonic() + 3
         with agent.client() as client:
@@ -396,8 +403,8 @@ def test_others_that_watch_it_do_not_keep_it(tmp_path: Path) -> None:
         assert agent.process.wait(5) == 0
 
 
-def test_it_leaves_when_its_root_is_taken_away(tmp_path: Path) -> None:
-    """A root that was removed, or removed and made again by somebody else, is not this agent's any more."""
+def test_an_agent_exits_when_its_root_is_replaced(tmp_path: Path) -> None:
+    """An agent exits when another directory has taken the place of its root."""
     with running_agent(tmp_path / "a") as agent:
         (tmp_path / "a").rename(tmp_path / "old")
         with running_agent(tmp_path / "a") as other:
@@ -406,7 +413,7 @@ def test_it_leaves_when_its_root_is_taken_away(tmp_path: Path) -> None:
 
 
 def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All who ask at once get the same agent; after a SIGKILL the next who asks starts another."""
+    """Ranks that start an agent at the same time all get the same one. After a SIGKILL the next caller starts another."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "2")
     store = LocalStore(tmp_path / "a")
     found: list[int] = []
@@ -426,7 +433,7 @@ def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.fault
 def test_a_stopped_peer_is_noticed_within_seconds(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """SIGSTOP in the middle of a transfer is a StoreUnavailable after the progress deadline, not a hang."""
+    """A peer is stopped in the middle of a transfer: the sender raises StoreUnavailable after the progress timeout."""
     with running_agent(tmp_path / "a") as agent:
         name = begin(agent, 1)
         sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
@@ -435,7 +442,7 @@ def test_a_stopped_peer_is_noticed_within_seconds(tmp_path: Path, stopwatch: Sto
         agent.signal(signal.SIGSTOP)
         started = stopwatch.now()
         with pytest.raises(StoreUnavailable):
-            written(sink, piece, 64)
+            write_pieces(sink, piece, 64)
         assert stopwatch.now() - started < 9
         with agent.client(1.0) as client, pytest.raises(StoreUnavailable):
             client.call("GET", "/v1/status")
@@ -443,7 +450,7 @@ def test_a_stopped_peer_is_noticed_within_seconds(tmp_path: Path, stopwatch: Sto
 
 @pytest.mark.fault
 def test_a_killed_peer_is_noticed_at_once(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """SIGKILL in the middle of a transfer is a StoreUnavailable as soon as the kernel resets the connection."""
+    """A peer is killed in the middle of a transfer: the sender raises StoreUnavailable once the connection is reset."""
     with running_agent(tmp_path / "a") as agent:
         name = begin(agent, 1)
         sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
@@ -452,5 +459,5 @@ def test_a_killed_peer_is_noticed_at_once(tmp_path: Path, stopwatch: Stopwatch) 
         agent.signal(signal.SIGKILL)
         started = stopwatch.now()
         with pytest.raises(StoreUnavailable):
-            written(sink, piece, 64)
+            write_pieces(sink, piece, 64)
         assert stopwatch.now() - started < 4

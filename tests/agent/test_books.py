@@ -1,4 +1,4 @@
-"""What an agent keeps across restarts: several threads tell it at once, the disk may be full, and nothing told is lost."""
+"""State files of an agent: concurrent updates, a full disk and restarts lose no entry."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def target(url: str) -> ObjectTarget:
 
 
 def test_many_threads_name_buckets_at_once(tmp_path: Path) -> None:
-    """None fails, and a restarted agent knows them all."""
+    """Buckets are added by many threads at once: none fails, and a restarted agent reads all of them."""
     book = UploadBook(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(book.learn, [target(f"s3://bucket-{number}/run") for number in range(40)]))
@@ -43,8 +43,8 @@ def test_many_threads_name_buckets_at_once(tmp_path: Path) -> None:
     assert len(book.read_urls()) == 40
 
 
-def test_a_bucket_that_is_named_again_is_not_the_first_to_be_forgotten(tmp_path: Path) -> None:
-    """Each save of a run names its bucket: its uploads go on however many others are named meanwhile."""
+def test_a_bucket_that_is_named_again_is_not_evicted(tmp_path: Path) -> None:
+    """A full book evicts the buckets that were named least recently. A bucket that every save names stays."""
     book = UploadBook(tmp_path)
     for number in range(100):
         book.learn(target("s3://of-the-run/here"))
@@ -56,7 +56,7 @@ def test_a_bucket_that_is_named_again_is_not_the_first_to_be_forgotten(tmp_path:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """The disk takes nothing until the returned function is called."""
+    """Writes of state files raise ENOSPC until the returned function is called."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -67,16 +67,16 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.parametrize("is_order", [False, True])
 @pytest.mark.parametrize("make", [UploadBook, SequenceFloor, PolicyBook])
-def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
+def test_an_update_that_a_full_disk_refused_is_written_when_repeated(
     tmp_path: Path, full_disk: Callable[[], None], make: Callable[[Path], Book], *, is_order: bool
 ) -> None:
-    """Nothing has changed meanwhile in the agent's memory: what counts is what lies on the disk.
+    """An update that a full disk refused is written when the same update is repeated.
 
-    That of sequences raises nothing: it would keep re-protection from removing what fills the disk.
+    The update of sequences raises nothing, because an error would stop re-protection, which frees the disk.
     """
     book = make(tmp_path)
 
-    def tell() -> None:
+    def update() -> None:
         match book:
             case UploadBook() if is_order:
                 book.order(SAVE, "s3://a/run")
@@ -87,25 +87,23 @@ def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
             case PolicyBook():
                 book.learn([POLICY])
 
-    def known() -> object:
+    def read_again() -> object:
         again = make(tmp_path)
         if isinstance(again, UploadBook):
             return again.is_ordered(SAVE) if is_order else again.read_urls()
         return again.read_all()
 
     with nullcontext() if isinstance(book, SequenceFloor) else pytest.raises(StoreFull):
-        tell()
-    assert not known()
-    assert not (isinstance(book, UploadBook) and book.is_ordered(SAVE)), "what was refused is not carried out"
+        update()
+    assert not read_again()
+    assert not (isinstance(book, UploadBook) and book.is_ordered(SAVE)), "a refused order is not carried out"
     full_disk()
-    tell()
-    assert known()
+    update()
+    assert read_again()
 
 
-def test_a_file_that_is_found_bad_while_it_is_looked_at_stays_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bad file was replaced by another, which is bad, too, and was marked between the look and the forgetting."""
+def test_a_mark_set_during_a_check_of_the_same_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged file is replaced by another damaged one, and marked while the book checks it: the mark stays."""
     store = LocalStore(tmp_path)
     store.agent_directory()
     key = "step-1", checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000).save_id, shard(0)
@@ -127,14 +125,16 @@ def test_a_file_that_is_found_bad_while_it_is_looked_at_stays_known(
 def test_a_removal_that_was_refused_is_not_made_by_the_next_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fails after the note has its name: the user was told that the checkpoint is kept."""
+    """fsync fails after the journal has the removal, so the user gets an error: the next agent does not remove the
+    checkpoint.
+    """
     LocalStore(tmp_path).agent_directory()
     journal = Journal(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse_to_open)
         with pytest.raises(StoreError):
             journal.append_end(SAVE, End.REMOVING)
-    assert SAVE.encode() in (tmp_path / ".agent" / "journal").read_bytes(), "it lies there"
+    assert SAVE.encode() in (tmp_path / ".agent" / "journal").read_bytes(), "the journal has the removal"
     for each in (journal, Journal(tmp_path)):
         assert each.read_removals() == (frozenset(), frozenset())
     journal.append_end(SAVE, End.REMOVING)
@@ -144,7 +144,9 @@ def test_a_removal_that_was_refused_is_not_made_by_the_next_agent(
 def test_a_full_address_book_keeps_the_nodes_that_were_met_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was met first, and is of this job, too: its own job would not find it any more."""
+    """A full address book evicts the nodes that were met least recently. A node that was met first and again last
+    stays.
+    """
     monkeypatch.setattr(address_book, "_PEERS_MAX", 3)
     book = PeerBook(LocalStore(tmp_path).agent_directory())
     for nodes in (["first"], ["gone-1"], ["gone-2"], ["first", "new"]):
@@ -152,10 +154,10 @@ def test_a_full_address_book_keeps_the_nodes_that_were_met_last(
     assert {peer.node_id for peer in book.read_all()} == {"first", "new", "gone-2"}
 
 
-def test_a_loss_that_is_known_stays_known_while_the_disk_does_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a restart without descriptors: a bad file would count as intact, and an older version give way to it."""
+def test_a_damage_mark_stays_while_the_file_cannot_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted agent has no descriptors to check a damaged file. The file stays marked, or the checkpoint would
+    count as intact.
+    """
     store = LocalStore(tmp_path)
     manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1)
     store.agent_directory()
@@ -174,11 +176,13 @@ def refuse_to_open(path: object, *_: object, **__: object) -> int:
     raise OSError(errno.EMFILE, "Too many open files", path)
 
 
-def test_a_target_that_is_none_any_more_takes_no_other_with_it(tmp_path: Path) -> None:
-    """An earlier release kept a relative path: credentials of other buckets would be gone with it."""
+def test_an_invalid_target_does_not_hide_the_others(tmp_path: Path) -> None:
+    """A state file of an earlier release has a target that is invalid now. The other targets, with their credentials,
+    are read.
+    """
     UploadBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "k"}}))
     path = tmp_path / "uploads.json"
-    told = json.loads(path.read_text())
-    told["targets"].insert(0, {"url": "file://scratch/x", "options": {}})
-    path.write_text(json.dumps(told))
+    document = json.loads(path.read_text())
+    document["targets"].insert(0, {"url": "file://scratch/x", "options": {}})
+    path.write_text(json.dumps(document))
     assert UploadBook(tmp_path).read_urls() == ("s3://b/x",)

@@ -1,4 +1,4 @@
-"""Memory that a rank hands over: it is not used again while an agent that was stopped may go on and read it."""
+"""A rank's memory that was submitted to an agent is not reused while a stopped agent may continue and read it."""
 
 import gc
 import os
@@ -33,12 +33,10 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The socket of an agent that was stopped: ranks wait for it a moment only."""
+    """The listening socket of a stopped agent. Ranks wait only a moment for an answer."""
     monkeypatch.setattr(submission, "PROGRESS_TIMEOUT_S", SILENT_S)
     monkeypatch.setattr(submission, "_FOLLOW_PAUSE_S", 0.01)
-    monkeypatch.setattr(
-        submission.log, "disabled", True
-    )  # pytest keeps errors that were logged, and what their frames hold
+    monkeypatch.setattr(submission.log, "disabled", True)  # pytest keeps logged errors with their frames' variables
     store.node_id()
     with listen(store.agent_directory()) as listener:
         listener.settimeout(WITHIN_S)
@@ -46,11 +44,13 @@ def agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket
 
 
 def is_free(lease: "weakref.ref[memoryview]") -> bool:
+    """Whether the memory of a lease was returned to the pool."""
     gc.collect()
     return lease() is None
 
 
-def take(agent: socket.socket) -> socket.socket:
+def accept_submission(agent: socket.socket) -> socket.socket:
+    """Accepts a submission and closes its descriptors. Returns the connection."""
     connection, _ = agent.accept()
     _, descriptors = receive_message(connection)
     for descriptor in descriptors:
@@ -58,8 +58,10 @@ def take(agent: socket.socket) -> socket.socket:
     return connection
 
 
-def test_a_hand_over_without_an_answer(store: LocalStore, agent: socket.socket) -> None:
-    """The agent finds the message when it goes on, and reads: until it closes the connection the memory is kept."""
+def test_a_submission_without_an_answer(store: LocalStore, agent: socket.socket) -> None:
+    """The agent does not answer in time, and may read the message later: the memory is kept until the agent closes the
+    connection.
+    """
     staged = lease_segment(BYTES, lambda: 1 << 30)
     shard = SubmittedShard(WantedCopies(SAVE, str(ShardName(0, 0)), "node"), [(0, 0, BYTES)])
     with pytest.raises(StoreUnavailable):
@@ -67,14 +69,16 @@ def test_a_hand_over_without_an_answer(store: LocalStore, agent: socket.socket) 
     lease = weakref.ref(staged)
     del staged
     assert not is_free(lease)
-    with take(agent) as connection:
+    with accept_submission(agent) as connection:
         assert not is_free(lease)
-        assert connection.recv(1) == b"", "for the agent the rank has left"
-    wait_for(lambda: is_free(lease), WITHIN_S, "the memory is free")
+        assert connection.recv(1) == b"", "the rank has closed its end"
+    wait_for(lambda: is_free(lease), WITHIN_S, "the release of the memory")
 
 
 def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socket) -> None:
-    """Its rank gives up after some tries, and so ends the save here; the memory is kept as long as the agent lives."""
+    """The rank gives up after some tries, which ends the save on this node. The memory is kept as long as the agent
+    lives.
+    """
     staged = lease_segment(BYTES, lambda: 1 << 30)
     layout = ShardLayout(staged)
     layout.finish_layout()
@@ -86,7 +90,7 @@ def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socke
     lease = weakref.ref(staged)
     del staged
     assert isinstance(following.end.exception(WITHIN_S), StoreUnavailable)
-    agent.close()  # what was handed over again is refused
+    agent.close()  # a repeated submission is refused
     assert not is_free(lease)
     connection.close()
-    wait_for(lambda: is_free(lease), WITHIN_S, "the memory is free")
+    wait_for(lambda: is_free(lease), WITHIN_S, "the release of the memory")

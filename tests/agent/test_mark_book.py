@@ -1,4 +1,4 @@
-"""The marks that a node keeps and takes over: across restarts, on a full disk, and from peers that lie."""
+"""The marks of a node (rejections, restore counts): restarts, a full disk, and false marks of peers."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ RUN, SAVE, OTHER = "1" * 16, "a" * 32, "b" * 32
 
 
 def test_marks_outlive_the_agent(tmp_path: Path) -> None:
-    """Rejections and counts are there after a restart; a file with a flipped bit counts as none."""
+    """A restarted agent reads rejections and counts. A file with a wrong checksum is read as empty."""
     book = MarkBook(tmp_path)
     book.reject([SAVE, OTHER], NO_MARKS, is_rejected=True)
     book.reject([OTHER, "c" * 32], NO_MARKS, is_rejected=False)
@@ -35,8 +35,8 @@ def test_marks_outlive_the_agent(tmp_path: Path) -> None:
     assert MarkBook(tmp_path).read() == NO_MARKS
 
 
-def test_a_later_change_counts_on_a_node_that_has_missed_others(tmp_path: Path) -> None:
-    """What other nodes know is outdone: the new mark is the last word for all of them."""
+def test_a_new_mark_outranks_the_marks_of_other_nodes(tmp_path: Path) -> None:
+    """A new mark gets a number above the numbers of all other nodes. A number near the limit is refused as false."""
     book = MarkBook(tmp_path)
     book.reject([SAVE], Marks({SAVE: 8}), is_rejected=True)
     assert book.read().rejections == {SAVE: 9}
@@ -48,8 +48,10 @@ def test_a_later_change_counts_on_a_node_that_has_missed_others(tmp_path: Path) 
     assert book.read().rejections == {SAVE: 10}
 
 
-def test_a_full_disk_keeps_no_load_and_is_told_of_a_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count, and what peers say, hold until the end of the agent; its user's rejection fails, and has not happened."""
+def test_a_full_disk_fails_only_the_users_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, counts and marks of peers are kept in memory until the agent ends. The user's rejection fails,
+    and is not kept.
+    """
 
     def refuse(*_: object) -> None:
         raise StoreFull("disk", "write", NAME, "no space left")
@@ -64,8 +66,8 @@ def test_a_full_disk_keeps_no_load_and_is_told_of_a_rejection(tmp_path: Path, mo
     assert book.read().count_restores(RUN, 7, SAVE) == 1
 
 
-def test_peers_fill_no_book(tmp_path: Path) -> None:
-    """Marks of saves that are not here are not kept; a full book takes no more from peers, and still its own user's."""
+def test_marks_of_peers_have_a_limit(tmp_path: Path) -> None:
+    """Marks of unknown saves are dropped. A full book refuses marks of peers, and still takes the user's."""
     book, saves = MarkBook(tmp_path), [f"{number:032x}" for number in range(REJECTIONS_MAX + 9)]
     book.learn([Marks(dict.fromkeys(saves, 1))], {SAVE})
     assert book.read() == NO_MARKS
@@ -83,7 +85,7 @@ def test_peers_fill_no_book(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[list[RunningAgent], str]]:
-    """Two agents that know each other and have one checkpoint; its save."""
+    """Two agents that know each other, and the id of a save that both hold."""
     nodes: list[LocalStore] = stores(tmp_path, 2)
     save_id = checkpointed(nodes, 7, PAIR, size_bytes=3000).save_id
     with running_agent(nodes[0].root) as one, running_agent(nodes[1].root) as other:
@@ -97,21 +99,25 @@ def is_rejected(agent: RunningAgent, save_id: str) -> bool:
     return ask_holdings(agent.endpoint.address()).node_report.marks.is_rejected(save_id)
 
 
-def test_a_peer_is_asked_and_not_believed(pair: tuple[list[RunningAgent], str]) -> None:
-    """A peer's token rejects nothing: it only has a node ask another one that it knows, which has its own user's marks."""
+def test_a_peer_cannot_set_marks(pair: tuple[list[RunningAgent], str]) -> None:
+    """A peer's token cannot reject a save. A peer can only name a node of the address book, whose marks this node then
+    fetches.
+    """
     (one, other), save_id = pair
     with one.peer() as peer:
         with pytest.raises(StoreDenied, match="OWNER"):
             peer.call("POST", "/v1/reject", {"save_ids": [save_id], "is_rejected": True})
-        told = {"rejections": {save_id: 1}, "restores": {}}
-        peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": told, **told})
+        forged = {"rejections": {save_id: 1}, "restores": {}}
+        peer.call("POST", "/v1/marks", {"node_id": other.endpoint.node_id, "marks": forged, **forged})
         with pytest.raises(ConfigInvalid, match="not in this node's address book"):
             peer.call("POST", "/v1/marks", {"node_id": "stranger"})
     assert not is_rejected(one, save_id)
 
 
 def test_the_users_mark_is_on_both_nodes_at_once(pair: tuple[list[RunningAgent], str]) -> None:
-    """Set on one and ended on the other; each answer names who has it. An old mark that comes back changes nothing."""
+    """A rejection is set on one node and ended on the other: each answer lists the nodes that have it, and the older
+    mark does not return.
+    """
     agents, save_id = pair
     for setter, rejected in ((0, True), (1, False), (1, True), (0, False)):
         agent, peer = agents[setter], agents[1 - setter]
@@ -123,8 +129,8 @@ def test_the_users_mark_is_on_both_nodes_at_once(pair: tuple[list[RunningAgent],
     assert json.loads(path.read_text())["marks"]["rejections"] == {save_id: 4}
 
 
-def test_what_is_no_save_is_not_rejected(pair: tuple[list[RunningAgent], str]) -> None:
-    """Nothing is marked by a request that names none, or something else."""
+def test_a_rejection_must_name_saves(pair: tuple[list[RunningAgent], str]) -> None:
+    """A request with no save id, or with an invalid one, marks nothing."""
     (agent, _), _ = pair
     with agent.client() as client:
         for save_ids in ([], ["../x"], [SAVE, "step-1"]):

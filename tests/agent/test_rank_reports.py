@@ -1,4 +1,4 @@
-"""The files in which ranks keep what they did in saves and loads."""
+"""The files in which ranks report their saves and loads."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 
 def report(number: int, rank: int = 0, kind: Kind = "save", checkpoint_id: str = "run/step-1") -> RankReport:
-    """Of the save or load with this number, which ended at that second."""
+    """The report of save or load `number`, which ended at second `number`."""
     spans = (Span("plan", 0.0, 0.5, 0.5), Span("send", 0.5, 0.7, 0.1, "b", by_agent=True))
     named = (kind, checkpoint_id, "a" * 32, rank, "host", 1e9 + number, 0.7)
     return RankReport(*named, {"plan": 0.5}, node_id="a", operation=f"{number:032x}", spans=spans)
@@ -29,7 +29,7 @@ def store_in(path: Path) -> LocalStore:
 
 
 def test_the_reports_of_the_last_saves_and_loads_are_kept(tmp_path: Path) -> None:
-    """As they were, with those of all ranks at rank 0; each kind for itself, and older ones go with all of their ranks."""
+    """The newest reports are read back unchanged, with those of all ranks. Each kind has its own limit."""
     store = store_in(tmp_path)
     books = [RankReports(store) for _ in range(2)]
     for number in range(KEPT + 3):
@@ -52,7 +52,7 @@ def test_the_reports_of_the_last_saves_and_loads_are_kept(tmp_path: Path) -> Non
 
 
 def test_a_damaged_report_is_left_out(tmp_path: Path) -> None:
-    """Cut by a power loss, or with values that no rank writes; the others are read."""
+    """A truncated report and one with invalid values are skipped, and the others are read."""
     book = RankReports(store_in(tmp_path))
     for number in range(3):
         book.keep(report(number))
@@ -63,7 +63,7 @@ def test_a_damaged_report_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_an_error_of_the_store(tmp_path: Path) -> None:
-    """The root has no place for it; the caller decides that the save is none the worse."""
+    """The root does not exist: `keep` raises a StoreError. The caller decides that the save succeeds all the same."""
     with pytest.raises(StoreError):
         RankReports(LocalStore(tmp_path / "no store")).keep(report(1))
 
@@ -82,18 +82,18 @@ def test_a_report_that_cannot_be_written_is_an_error_of_the_store(tmp_path: Path
         ("ranks", 7),
     ],
 )
-def test_a_picture_with_an_invalid_field_is_refused(field: str, value: Any) -> None:
-    """Another node may have sent it."""
+def test_a_report_with_an_invalid_field_is_refused(field: str, value: Any) -> None:
+    """A report may come from another node, so each field is checked."""
     valid = report(1).to_json()
     assert RankReport.from_json(json.loads(json.dumps(valid))) == report(1)
     with pytest.raises((KeyError, TypeError, ValueError)):
         RankReport.from_json({**valid, field: value})
 
 
-def test_a_file_that_another_rank_removes_meanwhile_costs_nothing(
+def test_a_report_that_another_rank_removes_meanwhile_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks remove old reports at one time: each goes on without the files that are gone."""
+    """Several ranks remove old reports at the same time: each one skips the files that are already gone."""
     book = RankReports(store_in(tmp_path))
     book.keep(report(1))
     monkeypatch.setattr(Path, "glob", lambda path, _: iter([path / f"report-save-{2:032x}-0.json", *path.iterdir()]))

@@ -1,4 +1,6 @@
-"""Saves that are open at the same time get numbers of their own; those that are over leave no gap in another run's."""
+"""Saves that are open at the same time get different sequence numbers. Saves that ended leave no gap in the numbers of
+another run.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,7 @@ RUNS = {"a": "a" * 16, "b": "b" * 16}
 
 
 def opened(path: Path) -> NodeService:
-    """A node that has heard of two runs, each at its fifth save."""
+    """A node with two runs, each at its fifth save."""
     store = LocalStore(path)
     store.node_id()
     service = NodeService(store)
@@ -20,24 +22,26 @@ def opened(path: Path) -> NodeService:
 
 
 def begin(service: NodeService, number: int, run: str) -> int:
-    """Opens a save; the largest number that it is told of its run."""
+    """Opens a save. Returns the highest sequence that the agent reports for this run."""
     save_id = f"{number:032x}"
-    told, _ = service.open_save(Intent(save_id, f"run-{run}/step-{number}", f"session {number}", overwrite=False))
-    return told.get(RUNS[run], History(0)).sequence
+    histories, _ = service.open_save(Intent(save_id, f"run-{run}/step-{number}", f"session {number}", overwrite=False))
+    return histories.get(RUNS[run], History(0)).sequence
 
 
 def place(service: NodeService, number: int, run: str, sequence: int) -> None:
     service.store.note_place(f"{number:032x}", RUNS[run], sequence)
 
 
-def test_two_that_are_open_get_two_numbers(tmp_path: Path) -> None:
-    """The first has no place yet: its coordinator may be stopped."""
+def test_open_saves_get_different_numbers(tmp_path: Path) -> None:
+    """The first save has no sequence yet, as its coordinator may be stopped: the next one gets a higher number."""
     service = opened(tmp_path / "node")
     assert [begin(service, number, "a") for number in (1, 2, 3)] == [5, 6, 7]
 
 
-def test_a_save_that_has_its_place_leaves_no_gap_in_another_runs_numbers(tmp_path: Path) -> None:
-    """Else a run that keeps or uploads every second checkpoint might meet no even number again."""
+def test_a_save_with_a_sequence_leaves_no_gap_in_another_run(tmp_path: Path) -> None:
+    """The saves of two runs alternate: each run gets consecutive numbers. With gaps, a rule for every second checkpoint
+    might match none.
+    """
     service = opened(tmp_path / "node")
     for number in range(1, 9):
         run = "ab"[number % 2]
@@ -46,8 +50,8 @@ def test_a_save_that_has_its_place_leaves_no_gap_in_another_runs_numbers(tmp_pat
         place(service, number, run, expected + 1)
 
 
-def test_a_save_that_was_given_up_takes_none(tmp_path: Path) -> None:
-    """A sequence that was reserved for a save that failed is free for the next one."""
+def test_an_aborted_save_frees_its_number(tmp_path: Path) -> None:
+    """A sequence that was reserved for a failed save is free for the next save."""
     service = opened(tmp_path / "node")
     for number in (1, 2, 3):
         assert begin(service, number, "a") == 5

@@ -1,4 +1,6 @@
-"""Saves that agents finish: ranks hand over memory and outline, and may be gone from then on. Real agents, no torch."""
+"""Asynchronous saves that agents finish after ranks have submitted memory and outline, and may have ended. Real agents,
+no torch.
+"""
 
 import os
 import signal
@@ -44,7 +46,7 @@ NICE, NICE_OF_A_THREAD = 11, 16
 
 
 def outline_of(nodes: Sequence[str]) -> Outline:
-    """Of the save of one rank on each of two nodes, the first of which coordinates it."""
+    """The outline of a save with one rank on each of two nodes. The first node coordinates."""
     shards = {str(ShardName(rank, 0)): ShardEntry(0, 0, rank, node, ()) for rank, node in enumerate(nodes)}
     manifest = Manifest(
         SAVE,
@@ -65,7 +67,7 @@ def outline_of(nodes: Sequence[str]) -> Outline:
 
 @dataclass
 class Job:
-    """Two ranks, one on each node, as their agents see them: what they hold, and their connections."""
+    """Two ranks, one on each node: their save locks and their connections to the agents."""
 
     agents: list[RunningAgent]
     held: list[DescriptorLock] = field(default_factory=list)
@@ -115,7 +117,7 @@ class Job:
             return client.call("POST", f"/v1/saves/{SAVE}/{verb}", document)
 
     def die(self) -> None:
-        """All ranks are gone: their locks, and their ends of the connections."""
+        """Releases all ranks' locks and closes their connections, as if the ranks were killed."""
         while self.held:
             self.held.pop().release()
         while self.submitted:
@@ -131,7 +133,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
-    """Two nodes and an open save; the test's parameter arms failpoints of their agents, and may say how long they idle."""
+    """Two nodes and an open save. The parameter: failpoints of each agent, and optionally the agents' idle time."""
     first, second, *idle = getattr(request, "param", ("", ""))
     idle_exit = ("--idle-exit-s", idle[0] if idle else "300")
     with ExitStack() as stack:
@@ -151,13 +153,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     [("", ""), long(("agent.submitted=sleep:2", "")), ("", "agent.writing=sleep:2"), ("agent.decided=sleep:2", "")],
     indirect=True,
 )
-def test_a_save_that_is_handed_over_needs_no_rank(job: Job) -> None:
-    """All ranks die once the outline is there, however slow an agent is: both nodes publish the same whole save."""
+def test_a_submitted_save_needs_no_rank(job: Job) -> None:
+    """All ranks die after the outline was submitted, and agents are slow: both nodes publish the same complete save."""
     for rank in (0, 1):
         job.submit(rank)
     job.finish()
     job.die()
-    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
+    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "the save on both nodes")
     first, second = (store.catalog.manifest("step-1") for store in job.stores)
     assert first == second
     for name, entry in first.shards.items():
@@ -169,7 +171,7 @@ def test_a_save_that_is_handed_over_needs_no_rank(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [("agent.finishing=sleep:6", "", "1.5")], indirect=True)
 def test_an_agent_that_has_written_its_shards_waits_for_the_decision(job: Job) -> None:
-    """However slow the others are: one that has no client left does not leave before it has published the save."""
+    """An agent without clients does not exit on idle before a slow coordinator has decided: all nodes publish."""
     for rank in (0, 1):
         job.submit(rank).wait()
     job.finish()
@@ -181,18 +183,22 @@ def test_an_agent_that_has_written_its_shards_waits_for_the_decision(job: Job) -
 
 @pytest.mark.parametrize("job", [("", ""), long(("", "agent.writing=sleep:2"))], indirect=True)
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
-def test_without_the_outline_nothing_is_left(job: Job, ranks: tuple[int, ...]) -> None:
-    """All ranks die after their hand-overs, the coordinator before it knew of all: nodes with a part of it drop it."""
+def test_a_save_without_an_outline_is_removed(job: Job, ranks: tuple[int, ...]) -> None:
+    """All ranks die after they submitted shards, before the outline is submitted: the nodes with a shard remove the
+    save.
+    """
     for rank in ranks:
         job.submit(rank)
     job.die()
     with_part = [job.stores[rank] for rank in ranks]
-    wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the save is gone")
+    wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the removal of the save")
     assert job.files() == [set(), set()]
 
 
-def test_workers_of_a_killed_rank_keep_nothing_up(job: Job) -> None:
-    """A data loader's worker that it had forked lives on, and has neither its lock nor its connection: nothing is left."""
+def test_forked_workers_of_a_killed_rank_do_not_keep_its_save(job: Job) -> None:
+    """A forked data loader worker outlives its killed rank: the worker holds neither lock nor connection, and the save
+    is removed.
+    """
     reading, writing = os.pipe()
     rank = os.fork()
     if rank == 0:
@@ -208,7 +214,7 @@ def test_workers_of_a_killed_rank_keep_nothing_up(job: Job) -> None:
         assert job.stores[0].is_locked(SAVE)
         os.kill(rank, signal.SIGKILL)
         os.waitpid(rank, 0)
-        wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+        wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the removal of the save")
         assert job.files() == [set(), set()]
     finally:
         os.kill(worker, signal.SIGKILL)
@@ -217,56 +223,62 @@ def test_workers_of_a_killed_rank_keep_nothing_up(job: Job) -> None:
 
 
 @pytest.fixture
-def gentle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that start from here on write asynchronous saves at this niceness."""
+def niced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that start after this fixture write asynchronous saves at this niceness."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_NICE", str(NICE))
 
 
-@pytest.mark.usefixtures("gentle")
+@pytest.mark.usefixtures("niced")
 @pytest.mark.parametrize("job", [("", "agent.receiving=sleep:600")], indirect=True)
-def test_what_is_written_behind_training_lets_it_go_first(job: Job) -> None:
-    """The agent that writes a shard, and the buddy's that receives it, do so with --nice; they answer as before."""
+def test_threads_of_an_asynchronous_save_are_niced(job: Job) -> None:
+    """The threads that write and receive a shard run at the niceness of --nice. The main thread keeps its own."""
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     job.submit(0)
     for agent in job.agents:
         threads = Path(f"/proc/{agent.process.pid}/task")
-        wait_for(partial(gives_way, threads), WITHIN_S, "a thread that gives way")
+        wait_for(partial(has_niced_thread, threads), WITHIN_S, "a thread at the wanted niceness")
         assert niceness(threads)[str(agent.process.pid)] == usual
     assert list(niceness(Path(f"/proc/{job.agents[1].process.pid}/task")).values()).count(NICE_OF_A_THREAD) == 1
 
 
-@pytest.mark.usefixtures("gentle")
+@pytest.mark.usefixtures("niced")
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not share processors out by session")
-def test_an_agents_session_gives_way_where_threads_cannot(job: Job) -> None:
-    """Its threads' niceness would count among themselves alone. The session of whoever runs an agent keeps what it has."""
+def test_an_agents_session_is_niced_where_threads_cannot_be(job: Job) -> None:
+    """With autogroups, niceness counts only among the agent's threads, so the agent lowers its session. It leaves the
+    session of another leader alone.
+    """
     for agent in job.agents:
-        said = Path(f"/proc/{agent.process.pid}/autogroup")
-        wait_for(lambda said=said: said.read_text().split()[-1] == str(NICE), WITHIN_S, "a session that gives way")  # type: ignore[misc]
+        autogroup = Path(f"/proc/{agent.process.pid}/autogroup")
+        wait_for(
+            lambda autogroup=autogroup: autogroup.read_text().split()[-1] == str(NICE),
+            WITHIN_S,
+            "the niceness of the session",
+        )  # type: ignore[misc]
     before = AUTOGROUP.read_text()
     module = give_way_as_session.__module__
     call = f"import threading, {module} as m; m.give_way_as_session({NICE}); print(threading.active_count())"
     threads = subprocess.run([sys.executable, "-c", call], check=True, capture_output=True, text=True).stdout
-    assert threads == "1\n", "it does not lead its session, and tells nobody"
+    assert threads == "1\n", "a process that does not lead its session starts no thread"
     assert AUTOGROUP.read_text() == before
 
 
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that start from here on copy so many MiB a second."""
+    """Agents that start after this fixture copy at a limited rate."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", str(SUBMITTED_MIB_PER_S_MIN))
 
 
 @pytest.mark.usefixtures("paced")
-def test_what_is_written_behind_training_keeps_the_pace_of_copies(job: Job) -> None:
-    """The shard is on both nodes, and not before its time is over."""
+def test_an_asynchronous_save_keeps_the_copy_rate(job: Job) -> None:
+    """An asynchronous save takes at least the time that the limited copy rate allows."""
     size_bytes = 12_000_000
     began = time.monotonic()
     assert len(job.submit(0, size_bytes, size_bytes).wait().holders) == 2
     assert time.monotonic() - began > size_bytes / (SUBMITTED_MIB_PER_S_MIN << 20) - Pace.BURST_S
 
 
-def test_giving_way_never_takes_the_processor_from_others() -> None:
-    """An agent that was started with `nice` keeps it: a smaller niceness is an error without rights, wrong with them."""
+def test_a_higher_niceness_is_kept() -> None:
+    """A thread that already has a higher niceness keeps it."""
     found = []
 
     def work(own: int, asked: int) -> None:
@@ -281,12 +293,12 @@ def test_giving_way_never_takes_the_processor_from_others() -> None:
     assert found == [19, 19, 19]
 
 
-def gives_way(threads: Path) -> bool:
+def has_niced_thread(threads: Path) -> bool:
     return NICE_OF_A_THREAD in niceness(threads).values()
 
 
 def niceness(threads: Path) -> dict[str, int]:
-    """By thread of a process, of those that have not ended meanwhile."""
+    """Niceness by thread id, for the threads that still run."""
     found = {}
     for path in threads.glob("*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -294,8 +306,8 @@ def niceness(threads: Path) -> dict[str, int]:
     return found
 
 
-def test_a_living_rank_learns_the_decision(job: Job) -> None:
-    """The manifest that the coordinator's agent has published, and how many copies each shard has."""
+def test_finish_returns_the_published_manifest(job: Job) -> None:
+    """`finish` returns the published manifest and the holders of each shard."""
     for rank in (0, 1):
         job.submit(rank)
     job.finish()
@@ -307,21 +319,23 @@ def test_a_living_rank_learns_the_decision(job: Job) -> None:
     ]
 
 
-def test_a_shard_that_cannot_be_written_ends_the_save(job: Job) -> None:
-    """Its rank has cut its memory short: the save is aborted, the rank that waits hears why, and nothing is left."""
+def test_a_shard_that_cannot_be_written_aborts_the_save(job: Job) -> None:
+    """A rank's memory is shorter than announced: the save is aborted, the waiting rank gets the reason, and no file
+    remains.
+    """
     job.submit(0)
     job.submit(1, says_bytes=1 << 20)
     job.finish()
     with pytest.raises(ObjectCorrupt, match="shorter than the rank announced"):
         job.ask("finish")
     job.die()
-    wait_for(job.is_gone, WITHIN_S, "the save is gone")
+    wait_for(job.is_gone, WITHIN_S, "the removal of the save")
 
 
-@pytest.mark.long  # AGAIN_WITHIN_S; the next test has the same with less patience
+@pytest.mark.long  # AGAIN_WITHIN_S; the next test does the same with a shorter timeout
 @pytest.mark.parametrize("job", [("", "agent.writing=sleep:600")], indirect=True)
 def test_an_agent_and_all_ranks_die(job: Job) -> None:
-    """A node is lost with its shard: the coordinator's agent gives the save up, and nothing of it is left there."""
+    """An agent is killed with its shard: the coordinator aborts the save and removes it."""
     job.submit(0)
     job.submit(1)
     job.agents[1].process.kill()
@@ -329,11 +343,11 @@ def test_an_agent_and_all_ranks_die(job: Job) -> None:
     with pytest.raises(SaveAborted, match="was aborted"):
         job.ask("finish")
     job.die()
-    wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+    wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the removal of the save")
 
 
-def test_a_save_that_waits_for_an_agent_that_died_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the coordinator's agent, here this process, once the other one has given no answer for as long as it waits."""
+def test_a_save_that_waits_for_a_dead_agent_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator, in this process, aborts a save when another agent has not answered for `AGAIN_WITHIN_S`."""
     monkeypatch.setattr(finish, "AGAIN_WITHIN_S", 1.0)
     service = NodeService(LocalStore(tmp_path / "own"))
     with running_agent(tmp_path / "other") as other:
@@ -356,8 +370,8 @@ def test_a_save_that_waits_for_an_agent_that_died_is_given_up(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("job", [("agent.writing=sleep:600", "")], indirect=True)
-def test_a_shard_is_handed_over_again_to_a_new_agent(job: Job) -> None:
-    """An agent dies with a shard; its rank starts another one, and gives it the same memory."""
+def test_a_shard_is_submitted_again_to_a_new_agent(job: Job) -> None:
+    """An agent dies with a shard: the rank starts another agent and submits the same memory again."""
     store, size = job.stores[0], 1 << 20
     staged = lease_segment(size, lambda: 1 << 30)
     staged[:size] = bytes(range(256)) * (size // 256)
@@ -376,12 +390,12 @@ def test_a_shard_is_handed_over_again_to_a_new_agent(job: Job) -> None:
         assert (len(raw), crc32c(raw)) == (written.size_bytes, written.crc32c)
     finally:
         follower.leave()
-        job.die()  # else the agent stays for its save
+        job.die()  # otherwise the agent stays for its save
         stop_agent(store.root)
 
 
-def test_a_save_that_was_given_up_is_not_finished(job: Job) -> None:
-    """An outline that comes after another rank has given the save up is refused."""
+def test_an_aborted_save_is_not_finished(job: Job) -> None:
+    """A rank has aborted the save: an outline that arrives later is refused."""
     job.submit(0)
     with job.agents[0].client() as client:
         client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "a rank failed", "ticket": TICKET})
@@ -389,14 +403,14 @@ def test_a_save_that_was_given_up_is_not_finished(job: Job) -> None:
         job.ask("finish", outline_of(job.nodes).to_json())
 
 
-def test_what_was_written_is_told_to_nodes_of_the_save(job: Job) -> None:
-    """A peer needs the save's ticket, and only the node's own user ends a save."""
+def test_the_written_shards_are_readable_with_the_ticket(job: Job) -> None:
+    """A peer needs the save's ticket to read the written shards, and only the node's own user can finish a save."""
     job.submit(0).wait()
     names = {"shards": [str(ShardName(0, 0))]}
     with job.agents[0].peer() as peer:
         with pytest.raises(StoreDenied):
             peer.call("POST", f"/v1/saves/{SAVE}/written", names)
-        told = peer.call("POST", f"/v1/saves/{SAVE}/written", {**names, "ticket": TICKET})
+        answer = peer.call("POST", f"/v1/saves/{SAVE}/written", {**names, "ticket": TICKET})
         with pytest.raises(StoreDenied):
             peer.call("POST", f"/v1/saves/{SAVE}/finish", outline_of(job.nodes).to_json())
-    assert told["written"][0]["holders"] == job.nodes
+    assert answer["written"][0]["holders"] == job.nodes

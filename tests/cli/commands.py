@@ -1,4 +1,4 @@
-"""Runs the real command line, as a process of its own, forked from one that has imported it."""
+"""Runs the real command line in a process of its own, forked from one that has imported the package."""
 
 import json
 import os
@@ -17,7 +17,7 @@ MAIN = (
 
 
 def command(*arguments: str | Path, user: int | None = None, idle_s: int = 1) -> "subprocess.CompletedProcess[str]":
-    """An agent that it starts leaves after `idle_s` without work."""
+    """Runs a command. An agent that the command starts exits after `idle_s` without work."""
     environment = {**os.environ, "PYTHONPATH": str(HOME), "REPLICATED_CKPT_AGENT_IDLE_S": str(idle_s)}
     words = [*map(str, arguments)]
     return run_command(the_light_zygote().path, words, environment=environment, timeout_s=90, user=user)

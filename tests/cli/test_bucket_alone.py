@@ -1,4 +1,4 @@
-"""`ls`, `show` and `verify` of a bucket, without a node's store; and the store that the environment names."""
+"""`ls`, `show` and `verify` of a bucket without a node's store, and the root from the environment."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bucket"
 
 
-def test_a_bucket_is_looked_into_without_a_root(bucket: Path) -> None:
-    """Each verb prints what lies there, and that no node was asked."""
+def test_a_bucket_is_listed_without_a_root(bucket: Path) -> None:
+    """Each command prints what the bucket contains, and that no node was asked."""
     url = f"file://{bucket}"
     done = command("ls", "--object-store", url)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
@@ -47,7 +47,7 @@ def test_a_bucket_is_looked_into_without_a_root(bucket: Path) -> None:
 
 
 def test_damage_in_a_bucket_shows_in_the_exit_code(bucket: Path) -> None:
-    """A flipped bit is found by `verify`, a missing file by `show`."""
+    """`verify` finds a flipped bit, `show` a missing file."""
     (path,) = bucket.glob(f"step-1/**/{shard(0)}")
     was = path.read_bytes()
     flip(path, 100)
@@ -59,8 +59,8 @@ def test_damage_in_a_bucket_shows_in_the_exit_code(bucket: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("ls",), ("show", "step-1"), ("verify",)])
-def test_without_any_store_the_usage_is_told(verb: tuple[str, ...]) -> None:
-    """Neither `--root` nor a bucket."""
+def test_without_any_store_the_command_is_a_usage_error(verb: tuple[str, ...]) -> None:
+    """Without `--root`, `--nodes` and `--object-store`, the error names all three."""
     done = command(*verb)
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
     assert (
@@ -70,7 +70,7 @@ def test_without_any_store_the_usage_is_told(verb: tuple[str, ...]) -> None:
 
 
 def test_the_environment_names_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--root` takes precedence, and an empty variable names nothing."""
+    """`--root` overrides the variable, and an empty variable is ignored."""
     first, second = stores(tmp_path, 2)
     for number, node in enumerate((first, second), 1):
         checkpointed([node], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1)

@@ -1,4 +1,4 @@
-"""`ls` and `status` say why there are two of something, which one a load takes, and what to do next."""
+"""`ls` and `status` explain several versions or runs under one name: which one a load takes, and what to do next."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ SAVE = "c" * 32
 
 
 def save_as(store: LocalStore, manifest: Manifest, *, number: int, lineage: str, checkpoint_id: str = "step-1") -> str:
-    """The same shards published once more, as another save."""
+    """Publishes the same shards again as another save. Returns the save id."""
     held = {name: (store.final(manifest.checkpoint_id) / name).read_bytes() for name in manifest.shards}
     changed = replace(
         manifest,
@@ -48,7 +48,7 @@ def save_as(store: LocalStore, manifest: Manifest, *, number: int, lineage: str,
 
 
 def shown(store: LocalStore) -> tuple[str, str]:
-    """What `ls` and `status` print."""
+    """The output of `ls` and `status`."""
     ls, status = (command(verb, "--root", store.root) for verb in ("ls", "status"))
     assert ls.returncode == ExitCode.OK, ls.stderr
     assert not status.stderr
@@ -56,46 +56,48 @@ def shown(store: LocalStore) -> tuple[str, str]:
 
 
 def test_a_save_in_doubt_names_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
-    """Without an agent, too: which node is not reached, which was never met, and the command that gives the save up."""
+    """Without an agent, too: which nodes are unreachable, which are unknown, and the command that aborts the save."""
     store = LocalStore(tmp_path / "node0")
     own = store.node_id()
     introduced(store, [AgentAddress(AWAY, "127.0.0.1", 1, "token")])
     store.begin(Intent(SAVE, "step-9", "by hand", overwrite=True, nodes=(own, AWAY, STRANGER), coordinator=AWAY))
-    for said in shown(store):
-        (line,) = (line for line in said.splitlines() if "in doubt: save" in line)
+    for printed in shown(store):
+        (line,) = (line for line in printed.splitlines() if "in doubt: save" in line)
         assert SAVE in line
         assert f"{AWAY}), not reached" in line
         assert f"{STRANGER}, never met" in line or f"{STRANGER}), never met" in line
-        assert f"`replicated-ckpt repair --root {store.root} --lost {AWAY} --lost {STRANGER} --dry-run`" in said
+        assert f"`replicated-ckpt repair --root {store.root} --lost {AWAY} --lost {STRANGER} --dry-run`" in printed
     _, found = as_json("status", "--root", store.root)
     assert any(f"in doubt: save {SAVE} of step-9" in reason for reason in found["reasons"])
 
 
-def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
-    """The newer save lacks a shard that a silent node may have: which version a load takes, and why the older one stays."""
+def test_a_kept_version_has_its_reason(tmp_path: Path) -> None:
+    """The newer save lacks a shard that a silent node may have: the output names the version that loads use, and why
+    the older one stays.
+    """
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     old = checkpointed(nodes, 1, {shard(0): (0, 1)})
     new = checkpointed(nodes, 2, {shard(0): (0, 1), shard(1): (1,)})
     introduced(nodes[0], [AgentAddress(nodes[1].node_id(), "127.0.0.1", 1, "token")])
-    for said in shown(nodes[0]):
-        assert f"step-1: 2 versions; a load of this name takes save {old.save_id}" in said
-        assert "1 file not seen: host1 not reached; has the name on host0" in said
-        assert "replaced, but still on host0" in said
+    for printed in shown(nodes[0]):
+        assert f"step-1: 2 versions; a load of this name takes save {old.save_id}" in printed
+        assert "1 file not seen: host1 not reached; has the name on host0" in printed
+        assert "replaced, but still on host0" in printed
         wait = f"the older ones stay until every shard of save {new.save_id} was seen"
-        assert f"step-1: {wait}. The missing shards may be on the nodes that were not reached" in said
+        assert f"step-1: {wait}. The missing shards may be on the nodes that were not reached" in printed
     _, found = as_json("ls", "--root", nodes[0].root)
     assert found["conflicting_runs"][0].startswith("step-1: 2 versions")
 
 
-def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
-    """Each lineage with its newest checkpoint, the one that a load takes first, and how to load the other."""
+def test_two_runs_in_one_directory_are_listed(tmp_path: Path) -> None:
+    """The output lists each lineage with its newest checkpoint, which one loads take first, and how to load the other."""
     store = LocalStore(tmp_path / "node0")
     stock = checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="seed", copies=1)
     ours, theirs = "a" * 16, "b" * 16
     save_as(store, stock, number=9, lineage=theirs, checkpoint_id="run/step-9")
     save_as(store, stock, number=12, lineage=ours, checkpoint_id="run/step-2")
-    for said in shown(store):
-        lines = said.splitlines()
+    for printed in shown(store):
+        lines = printed.splitlines()
         first = next(
             index
             for index, line in enumerate(lines)
@@ -104,11 +106,13 @@ def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
         assert lines[first + 1].startswith(f"  lineage '{ours}': newest run/step-2, saved at ")
         assert lines[first + 2].startswith(f"  lineage '{theirs}': newest run/step-9, saved at ")
         assert f"`ReplicatedReader(lineage='{theirs}')`" in lines[first + 3]
-    assert "runs in the root" not in said
+    assert "runs in the root" not in printed
 
 
-def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_out(tmp_path: Path) -> None:
-    """Nothing of it is lost, replaced or copied over; the command that is shown removes it alone, and the rest is good."""
+def test_an_overwritten_checkpoint_of_a_returning_node_has_a_next_step(tmp_path: Path) -> None:
+    """A returning node holds a checkpoint that another run has overwritten: the printed command removes only that
+    version, and nothing else changes.
+    """
     nodes = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     theirs = checkpointed(nodes, 9, {shard(0): (2, 0), shard(1): (0, 1)}, size_bytes=3000, lineage="a" * 16)
     mine = checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=3000, on=(0, 1), lineage="b" * 16)
@@ -116,18 +120,18 @@ def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_
         wait_for(
             lambda: not any(replaced_saves(store) for store in nodes),
             20,
-            "the end of it where it was overwritten",
+            "its removal where it was overwritten",
         )
         step = (
             f"save {theirs.save_id} of another run: to keep both, rename its directory on node {nodes[2].node_id()}; "
         )
         for verb, code in (("ls", ExitCode.OK), ("status", ExitCode.FAILED), ("verify", ExitCode.FAILED)):
             for store in nodes:
-                told = command(verb, "--root", store.root)
-                assert told.returncode == code, told
-                assert "step-1: 2 versions" in told.stdout
-                (line,) = (line for line in told.stdout.splitlines() if step in line)
-        assert "lost" not in told.stdout
+                done = command(verb, "--root", store.root)
+                assert done.returncode == code, done
+                assert "step-1: 2 versions" in done.stdout
+                (line,) = (line for line in done.stdout.splitlines() if step in line)
+        assert "lost" not in done.stdout
         assert nodes[2].catalog.manifest("step-1").save_id == theirs.save_id
         removed = subprocess.run(
             f"{sys.executable} -m {line.split('`')[1].replace('replicated-ckpt', 'replicated_ckpt')}",
@@ -135,22 +139,22 @@ def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_
             check=False,
         )
         assert removed.returncode == ExitCode.OK
-        wait_for(lambda: nodes[2].catalog.save_id_of("step-1") == mine.save_id, 20, "the other one there, too")
+        wait_for(lambda: nodes[2].catalog.save_id_of("step-1") == mine.save_id, 20, "the other save there")
         wait_for(lambda: command("verify", "--root", nodes[0].root).returncode == ExitCode.OK, 20, "its copies")
     assert [held(store) for store in nodes[:2]] == [set(mine.shards)] * 2
 
 
-def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
-    """A quiet store is told as before."""
+def test_one_run_and_one_version_print_no_conflict(tmp_path: Path) -> None:
+    """With one run and one version, the output has no lines about versions or runs."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
-    for said in shown(store):
-        assert not [word for word in ("version", "runs in", "in doubt") if word in said.replace(str(store.root), "")]
+    for printed in shown(store):
+        assert not [word for word in ("version", "runs in", "in doubt") if word in printed.replace(str(store.root), "")]
     assert as_json("status", "--root", store.root)[1]["conflicting_runs"] == []
 
 
-def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path: Path) -> None:
-    """The older version stays while it is read, and has lost a shard: `ls` shows it, and `status` calls nothing lost."""
+def test_missing_files_of_a_replaced_version_are_not_lost(tmp_path: Path) -> None:
+    """A replaced version that a process reads has lost a shard: `ls` lists it, and `status` does not report lost files."""
     store = LocalStore(tmp_path / "node0")
     old = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     reading = lock_version(store.catalog, "step-1", old.save_id)
@@ -165,8 +169,8 @@ def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path
     reading.release()
 
 
-def test_what_there_is_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each checkpoint: of 5,000 of them, half of the time of `ls` was that."""
+def test_holdings_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holdings are listed once, and not again for each checkpoint."""
     store = LocalStore(tmp_path / "node0")
     for number in (1, 2, 3, 4):
         checkpointed([store], number, {shard(0): (0,)}, copies=1, size_bytes=1000, checkpoint_id=f"step-{number}")

@@ -1,4 +1,4 @@
-"""What every verb has in common: how its store and its output are chosen, and how a shell completes it."""
+"""What all commands share: how root and output are chosen, and shell completion."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ def options_of(verb: str) -> dict[str, argparse.Action]:
 def test_each_verb_takes_the_root_from_the_environment_and_prints_json(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`REPLICATED_CKPT_ROOT` and `-o json` mean the same everywhere."""
+    """`REPLICATED_CKPT_ROOT` and `-o json` work with every command."""
     monkeypatch.setenv("REPLICATED_CKPT_ROOT", "/from/the/environment")
     options = options_of(verb)
     assert (verb in WITHOUT_RESULTS) != ("-o" in options and "--output" in options)
@@ -48,16 +48,16 @@ def test_each_verb_takes_the_root_from_the_environment_and_prints_json(
         assert "REPLICATED_CKPT_ROOT" in str(options["--root"].help)
 
 
-def test_the_command_alone_prints_its_help() -> None:
-    """With all verbs."""
+def test_without_arguments_the_help_is_printed() -> None:
+    """Without arguments, the program prints its help with all commands."""
     done = command()
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
     assert all(f"\n    {verb}" in done.stdout for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", ["rm", "slim", "reject"])
-def test_what_changes_a_checkpoint_takes_its_id(tmp_path: Path, verb: str) -> None:
-    """Of "latest" it names the id, and changes nothing."""
+def test_commands_that_change_a_checkpoint_need_its_id(tmp_path: Path, verb: str) -> None:
+    """For "latest", the command changes nothing, and names the id."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     done = command(verb, "latest", "--root", node.root)
@@ -67,8 +67,8 @@ def test_what_changes_a_checkpoint_takes_its_id(tmp_path: Path, verb: str) -> No
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_its_lines(shell: str) -> None:
-    """They name the command; another shell is refused."""
+def test_completion_prints_a_script_for_each_shell(shell: str) -> None:
+    """`completion` prints a script for each shell, and refuses an unknown one."""
     done = command("completion", shell)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
     assert "replicated-ckpt" in done.stdout
@@ -79,7 +79,7 @@ def test_each_shell_gets_its_lines(shell: str) -> None:
     ("line", "words"), [("replicated-ckpt ver", {"verify"}), ("replicated-ckpt rm --obj", {"--object-store"})]
 )
 def test_bash_completes_verbs_and_options(tmp_path: Path, line: str, words: set[str]) -> None:
-    """A real bash, with the lines of `completion bash`."""
+    """A real bash completes with the output of `completion bash`."""
     write_program(tmp_path)
     typed = line.split()
     script = f"""
@@ -106,7 +106,7 @@ def test_bash_completes_verbs_and_options(tmp_path: Path, line: str, words: set[
 def test_the_line_for_a_start_file_registers_the_completion(
     tmp_path: Path, shell: str, options: list[str], ask: str
 ) -> None:
-    """Zsh needs its own `compinit` before it."""
+    """The documented line for a start file works in each shell. Zsh needs `compinit` first."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     write_program(tmp_path)
@@ -128,10 +128,10 @@ def write_program(folder: Path) -> None:
     ("variables", "is_painted"),
     [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
 )
-def test_verdicts_have_colours_on_terminals_alone(
+def test_verdicts_have_colours_only_on_terminals(
     tmp_path: Path, variables: dict[str, str], *, is_painted: bool
 ) -> None:
-    """NO_COLOR and a dumb terminal are respected. In a pipe there is no escape."""
+    """NO_COLOR and a dumb terminal are respected, and a pipe gets no escape sequences."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | variables
@@ -145,8 +145,8 @@ def test_verdicts_have_colours_on_terminals_alone(
     assert "\x1b" not in command("ls", "--root", node.root).stdout
 
 
-def test_copies_of_a_repair_show_how_far_they_are_on_a_terminal(tmp_path: Path) -> None:
-    """The rate and the time left, by what the agents have fetched; nothing of it stays on the line, or goes to a pipe."""
+def test_repair_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
+    """A terminal shows the progress, the rate and the time left of the copies."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=24 << 20)
     (nodes[1].root / "step-1" / shard(0)).unlink()
@@ -157,7 +157,7 @@ def test_copies_of_a_repair_show_how_far_they_are_on_a_terminal(tmp_path: Path) 
 
 
 def run_on_terminal(*words: str, failpoint: str = "") -> tuple[int, str]:
-    """The command's exit code, and what its standard error shows on a terminal."""
+    """The command's exit code, and its standard error on a terminal."""
     main_end, terminal = pty.openpty()
     with os.fdopen(main_end, "rb", 0) as shown:
         done = subprocess.run(
@@ -173,8 +173,8 @@ def run_on_terminal(*words: str, failpoint: str = "") -> tuple[int, str]:
         return done.returncode, shown.read(1 << 16).decode()
 
 
-def test_a_removal_shows_how_far_it_is_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the checkpoints that are done on each node."""
+def test_prune_shows_its_progress_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress of `prune` counts the checkpoints that are removed."""
     (node,) = stores(tmp_path, 1)
     for number in (1, 2, 3):
         checkpointed([node], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=1 << 20)
@@ -186,7 +186,7 @@ def test_a_removal_shows_how_far_it_is_on_a_terminal(tmp_path: Path, monkeypatch
 
 
 def test_the_removal_of_one_checkpoint_counts_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this node, where its agent removes a file after another: one large checkpoint may take seconds."""
+    """The progress counts the files of a checkpoint that its agent has already removed."""
     (node,) = stores(tmp_path, 1)
     for number in (1, 2):
         two = {shard(0): (0,), shard(1): (0,)}
@@ -207,8 +207,8 @@ def test_the_removal_of_one_checkpoint_counts_its_files(tmp_path: Path, monkeypa
     assert found == [(size_bytes, 2 * size_bytes)]
 
 
-def test_a_slim_shows_how_far_it_is_on_a_terminal(tmp_path: Path) -> None:
-    """By the optimizer's files that are gone."""
+def test_slim_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
+    """The progress counts the optimizer files that are removed."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, with_optimizer({shard(0): (0,)}), copies=1, size_bytes=1 << 20)
     wait = "slim.dropped=sleep:0.5"

@@ -1,4 +1,4 @@
-"""What `status` concludes from what the nodes hold: without processes."""
+"""What `status` concludes from the holdings of the nodes, without processes."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("free_bytes", "size_bytes", "code"),
     [
-        (4 * GB, 1000 * GB, ExitCode.OK),  # little of the disk, and room for many saves
+        (4 * GB, 1000 * GB, ExitCode.OK),  # a small share of the disk, but room for many saves
         (30 * GB, 100 * GB, ExitCode.OK),
-        (2 * GB, 5 * GB, ExitCode.FAILED),  # much of the disk, and not room for one
+        (2 * GB, 5 * GB, ExitCode.FAILED),  # a large share of the disk, but no room for one save
         (0, 0, ExitCode.OK),  # a tmpfs without a limit
     ],
 )
 def test_a_disk_is_full_when_the_next_save_may_not_fit(free_bytes: int, size_bytes: int, code: ExitCode) -> None:
-    """The node's largest save is the measure, not a share of its disk."""
+    """The limit is the node's largest save, not a share of its disk."""
     held = Holding("n", "step-1", "1" * 32, 1, has_metadata=True, sizes={"__0_0.distcp": 2 * GB})
     seen = NodesSeen("n", {"n": NodeHoldings((held,), room=Room(free_bytes, size_bytes))}, {}, {}, {})
     health = judge_health(seen, [], None, "", [], Path("/r"))
@@ -36,8 +36,8 @@ def test_a_disk_is_full_when_the_next_save_may_not_fit(free_bytes: int, size_byt
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_re_protection_waits_for_silent_nodes_alone(*, is_silent: bool) -> None:
-    """If all nodes answer, a checkpoint with lost files makes it wait for none."""
+def test_re_protection_waits_only_for_silent_nodes(*, is_silent: bool) -> None:
+    """If all nodes answer, lost files are not a reason to wait for a node."""
     error = StoreUnavailable("b", "connect", "/", "refused")
     seen = NodesSeen("a", {"a": NodeHoldings(())}, {}, {"b": error} if is_silent else {}, {})
     protection = {"rounds": 1, "is_complete": True, "in_doubt": [], "over_bound": []}

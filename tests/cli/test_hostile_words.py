@@ -1,4 +1,4 @@
-"""Names that others have chosen, in a store or an answer, steer no terminal and make no line of their own."""
+"""Names in a store or in an answer of a peer cannot control the terminal or forge a line of output."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ FORGED = "\x1b]0;x\x07\x1b[2Jwell\nFORGED line\r\x9b31m\u202e"
 SAVE = f"{1:032x}"
 
 
-def renamed(manifest: Manifest) -> Manifest:
-    """With each text that a manifest may choose chosen against its reader."""
+def with_hostile_text(manifest: Manifest) -> Manifest:
+    """The manifest with hostile text in each free field."""
     node = replace(manifest.nodes[0], node_id=FORGED, host=FORGED, domain=FORGED)
     entry = replace(manifest.shards[shard(0)], owner_node=FORGED, holders=(FORGED, manifest.nodes[0].node_id))
     upload = UploadEntry(f"s3://{FORGED}", False, manifest.metadata_bytes, manifest.metadata_crc32c)
@@ -32,7 +32,7 @@ def renamed(manifest: Manifest) -> Manifest:
 
 def with_manifest(store: LocalStore) -> None:
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
-    forged = renamed(store.catalog.manifest("step-1"))
+    forged = with_hostile_text(store.catalog.manifest("step-1"))
     (store.root / "step-1" / MANIFEST_NAME).write_bytes(forged.encode())
 
 
@@ -50,7 +50,7 @@ def with_intent(store: LocalStore) -> None:
 
 
 def with_names(store: LocalStore) -> None:
-    """Directories and files whose own names do it."""
+    """Directories and files with hostile names."""
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
     for name in (FORGED, "step-3"):
         (store.root / name).mkdir()
@@ -65,26 +65,24 @@ VERBS: Sequence[Sequence[str]] = [["ls"], ["status"], ["show", "step-1"], ["show
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_store_that_others_write_forges_no_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], world: str
-) -> None:
-    """Each verb that looks says what is there in lines of its own, for people and for machines, and nothing is raised."""
+def test_hostile_names_in_a_store_forge_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], world: str) -> None:
+    """Each command prints only printable lines of its own, as text and as JSON, and raises nothing."""
     store = LocalStore(tmp_path / "root")
     WORLDS[world](store)
     for verb in VERBS:
         for more in ([], ["-o", "json"]) if verb[0] != "upload" else ([],):
             code = main([*verb, "--root", str(store.root), *more])
-            said = capsys.readouterr()
-            lines = (said.out + said.err).split("\n")
+            printed = capsys.readouterr()
+            lines = (printed.out + printed.err).split("\n")
             assert [line for line in lines if not line.isprintable() or line.startswith("FORGED")] == [], verb
-            assert code not in (70, 99), said.err
-            assert "Traceback" not in said.err
-    if (store.root / ".agent" / "endpoint.json").exists():  # `upload` has started one
+            assert code not in (70, 99), printed.err
+            assert "Traceback" not in printed.err
+    if (store.root / ".agent" / "endpoint.json").exists():  # started by `upload`
         stop_agent(store.root)
 
 
-def test_what_a_peer_answers_forges_no_line() -> None:
-    """Of a finding, a holding and a manifest each text is one line; what they say stays what it was otherwise."""
+def test_hostile_answers_forge_no_line() -> None:
+    """Each text of a finding, holding or manifest becomes one printable line. Ordinary text is unchanged."""
     finding = dict.fromkeys(("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found"), FORGED)
     holding = Holding(FORGED, "step-1", SAVE, 1, has_metadata=True).to_json()
     assert Holding.from_json(holding).node_id.isprintable()

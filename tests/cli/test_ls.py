@@ -1,4 +1,4 @@
-"""`ls` shows what is seen of what is wanted, whoever does not answer and whatever is damaged."""
+"""`ls` lists the copies seen and wanted, with silent nodes and damaged files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def line_of(text: str, checkpoint_id: str) -> str:
 
 
 def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
-    """Id, time, step, size, copies seen of wanted, hosts, bucket; the newest first; the totals count what is short."""
+    """The table has id, time, step, size, copies, hosts and bucket, the newest first. The last line has totals."""
     nodes = stores(tmp_path, 2)
     for number, checkpoint_id in ((1, "run/step-100"), (2, "final")):
         checkpointed(nodes, number, PAIR, checkpoint_id=checkpoint_id, size_bytes=500_000)
@@ -63,7 +63,7 @@ def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
 
 
 def test_a_node_without_an_identity_is_this_node(tmp_path: Path) -> None:
-    """Where node.json is gone the own node has no id to show, and is no node called none."""
+    """Without node.json, the own node has no id, and is printed as "this node"."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     (node.root / "node.json").unlink()
@@ -71,8 +71,8 @@ def test_a_node_without_an_identity_is_this_node(tmp_path: Path) -> None:
     assert "\nthis node  none " in command("status", "--root", node.root).stdout  # no agent
 
 
-def test_what_only_a_newer_version_reads_is_named(tmp_path: Path) -> None:
-    """It is there, and no row has it."""
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    """A checkpoint of a newer format has a line of its own outside the table."""
     (store,) = stores(tmp_path, 1)
     checkpointed([store], 1, {shard(0): [0]}, copies=1)
     make_newer(store.root / "step-1" / MANIFEST_NAME)
@@ -81,10 +81,10 @@ def test_what_only_a_newer_version_reads_is_named(tmp_path: Path) -> None:
     assert "step-1: only a newer version of replicated_ckpt reads it" in done.stdout
 
 
-def test_what_retention_removes_meanwhile_is_not_called_damaged(
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Between its listing and its manifest lies a time-out where a node is silent; the next step was to `rm -r` it."""
+    """A checkpoint is removed between its listing and the read of its manifest: `ls` does not list it."""
     (node,) = stores(tmp_path, 1)
     old, _ = (checkpointed([node], n, {shard(0): (0,)}, copies=1, checkpoint_id=f"step-{n}") for n in (1, 2))
     look_up = ManifestBook.of
@@ -95,13 +95,13 @@ def test_what_retention_removes_meanwhile_is_not_called_damaged(
 
     monkeypatch.setattr(ManifestBook, "of", retire_and_look_up)
     assert main(["ls", "--root", str(node.root)]) == ExitCode.OK
-    said = capsys.readouterr().out
-    assert "step-1" not in said
-    assert "1 checkpoint, " in said
+    printed = capsys.readouterr().out
+    assert "step-1" not in printed
+    assert "1 checkpoint, " in printed
 
 
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
-    """With its agent gone: 1 of 2 copies seen, which node, why in one short line, and what to do; so does `verify`."""
+    """The agent of a node is down: `ls` and `verify` print 1 of 2 copies, the node, the reason and the next step."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT):
@@ -128,15 +128,17 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert code == ExitCode.OK
 
 
-def test_a_node_of_another_release_is_no_hung_one() -> None:
-    """What it refused with says the next step: nothing there is stopped, and no firewall is in between."""
+def test_a_node_of_another_release_has_its_own_next_step() -> None:
+    """The next step for an agent of another release is the hint of its refusal, not about a stopped process or a
+    firewall.
+    """
     refused = ConfigInvalid("This agent runs 0.2.0 (protocol 2).", "Install the newer release on all nodes.")
     (only,) = advise_on_silence(NodesSeen("n", {}, {}, {"gone": refused}, {}), ["gone"], "root")
     assert only == f"next step for gone: {refused.hint}"
 
 
-def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
-    """Without an address book no node is called silent: what else has a copy is named, and what brings an address."""
+def test_nodes_without_an_address_are_named(tmp_path: Path) -> None:
+    """Nodes without an address are not called silent. The next step says how to get their address."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2")
@@ -146,15 +148,15 @@ def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
     assert "next step: this node has no address of host1, host2: a save or load with ranks" in done.stdout
 
 
-def test_a_node_that_is_given_up_is_no_stranger() -> None:
-    """`repair --lost NODE` said that it has no address of the node, and that a save or load there brings one."""
+def test_a_node_given_as_lost_needs_no_address() -> None:
+    """A node that was named with `repair --lost` is not listed as a node without an address."""
     given_up = AgentAddress("b", "host1", 1, "token")
     assert advise_on_unknown_nodes(["b"], NodesSeen("a", {"a": NodeHoldings(())}, {"b": given_up}, {}, {})) == []
 
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "another certificate"])
-def test_a_node_that_is_not_believed_has_a_next_step(tmp_path: Path, is_plain: bool) -> None:
-    """One that speaks plain HTTP to a node that encrypts, or shows another certificate: no firewall is blamed."""
+def test_a_node_with_a_wrong_certificate_has_a_next_step(tmp_path: Path, is_plain: bool) -> None:
+    """A node serves plain HTTP, or another certificate: the next step is about that, not about a firewall."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     cert, key = certificate(tmp_path, "second")
@@ -169,7 +171,7 @@ def test_a_node_that_is_not_believed_has_a_next_step(tmp_path: Path, is_plain: b
 
 
 def test_shards_on_silent_nodes_are_not_called_lost(tmp_path: Path) -> None:
-    """Of three nodes two are silent: what they alone hold was not seen; once nobody can hold it, it is lost."""
+    """A shard that only silent nodes may hold is "not seen". A shard that no node can hold is "lost"."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     with agents(nodes, *PATIENT):
@@ -184,8 +186,8 @@ def test_shards_on_silent_nodes_are_not_called_lost(tmp_path: Path) -> None:
     assert "1 file lost" in line_of(command("ls", "--root", alone.root).stdout, "step-1")
 
 
-def test_start_agents_makes_this_node_seen(tmp_path: Path) -> None:
-    """The agent that `ls` starts on one node answers the other's `ls`."""
+def test_start_agents_makes_this_node_reachable(tmp_path: Path) -> None:
+    """The agent that `ls --start-agents` starts on one node answers the `ls` on another."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT):
@@ -200,7 +202,7 @@ def test_start_agents_makes_this_node_seen(tmp_path: Path) -> None:
 
 
 def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
-    """The other checkpoints are listed; where another node has the manifest, a line says which node lacks it."""
+    """The other checkpoints are listed. If another node has the manifest, a line names the node that lacks it."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     checkpointed(nodes, 2, PAIR, checkpoint_id="step-2")
@@ -220,16 +222,16 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         assert "2 of 2" in line_of(done.stdout, "step-3"), done.stdout
         assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
         assert "manifest damaged" in line_of(done.stdout, "step-2")
-        said = command("status", "--root", nodes[0].root).stdout
-        assert ": its manifest of step-3 is damaged; `repair` restores it" in said.partition("NODE")[0], said
-        said = command("verify", "--root", nodes[0].root).stdout
-        assert f"next step: `replicated-ckpt repair --root {nodes[0].root}` does this now." in said, said
+        printed = command("status", "--root", nodes[0].root).stdout
+        assert ": its manifest of step-3 is damaged; `repair` restores it" in printed.partition("NODE")[0], printed
+        printed = command("verify", "--root", nodes[0].root).stdout
+        assert f"next step: `replicated-ckpt repair --root {nodes[0].root}` does this now." in printed, printed
         json.loads(command("ls", "--root", nodes[0].root, "-o", "json").stdout)
 
 
 @pytest.mark.parametrize("words", [["ls"], ["show", "step-1"], ["verify"], ["repair", "--dry-run"], ["status"]])
 def test_a_manifest_that_no_node_can_restore_has_a_next_step(tmp_path: Path, words: list[str]) -> None:
-    """Every command that shows it names what may bring it back, and what ends it."""
+    """Each command prints how the manifest may be restored, and how to remove the checkpoint."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     (node.root / "step-1" / ".manifest.json").write_text("{}")
@@ -240,7 +242,7 @@ def test_a_manifest_that_no_node_can_restore_has_a_next_step(tmp_path: Path, wor
 
 
 def test_a_name_in_a_next_step_is_one_word_of_a_shell(tmp_path: Path) -> None:
-    """Any peer may have chosen it: what is copied into a shell removes that checkpoint, and runs nothing else."""
+    """A name that a peer chose is quoted: a pasted command runs nothing else."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1, checkpoint_id="a b; reboot")
     (node.root / "a b; reboot" / ".manifest.json").write_text("{}")
@@ -261,29 +263,29 @@ def seen_as(state: str, bucket: str = "") -> CheckpointSeen:
         ([seen_as(LOST, bucket="there")], "load it with object_store="),
     ],
 )
-def test_what_is_still_there_is_not_given_up(rows: list[CheckpointSeen], step: str) -> None:
-    """A version under the same name that is whole, or one in a bucket, is pointed out before anything is removed."""
+def test_other_versions_are_mentioned_before_a_removal(rows: list[CheckpointSeen], step: str) -> None:
+    """An intact version under the same name, or one in a bucket, is mentioned before a removal."""
     (line,) = advise(rows, NodesSeen("n", {}, {}, {}, {}), Path("/r"))
     assert step in line
-    assert len(rows) == 1 or "`replicated-ckpt rm step-1 --root /r --save " in line, "it alone"
+    assert len(rows) == 1 or "`replicated-ckpt rm step-1 --root /r --save " in line, "only this version"
 
 
-def test_the_rest_of_a_checkpoint_is_removed_where_it_is() -> None:
-    """After `rm` on this node, the same command here would change nothing."""
+def test_the_next_step_names_the_node_with_the_rest() -> None:
+    """After `rm` on this node, the next step names the node that still has the rest."""
     row = replace(seen_as(LOST), nodes=("m",), removed_on=("n",))
     (line,) = advise([row], NodesSeen("n", {}, {"m": AgentAddress("m", "host1", 1, "")}, {}, {}), Path("/r"))
     assert line.endswith("or remove the rest of it on host1: `ssh host1 'replicated-ckpt rm step-1 --root /r'`")
 
 
 def test_several_lost_nodes_are_replaced_by_as_many() -> None:
-    """One node that is left cannot hold two copies."""
+    """Two lost nodes need two new ones, as one node cannot hold two copies."""
     addresses = {node: AgentAddress(node, f"host-{node}", 1, "") for node in "bc"}
     (line,) = advise_on_lost(NodesSeen("a", {"a": NodeHoldings(())}, addresses, {}, {}), Path("/r"), ["b", "c"], 2)
     assert line.startswith("if host-b, host-c never come back: run the job with as many new nodes, which receive")
 
 
 def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:
-    """No node that is known holds the shard: what to load instead, and what gives the checkpoint up."""
+    """The next step is to load an older checkpoint, and the command that removes this one."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     (node.root / "step-1" / shard(0)).unlink()
@@ -295,8 +297,8 @@ def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:
     stop_agent(node.root)
 
 
-def test_nothing_to_do_is_said_of_the_nodes_that_answered(tmp_path: Path) -> None:
-    """`repair` with a silent node does not say that all is well, and names what brings it back or gives it up."""
+def test_repair_speaks_only_for_the_nodes_that_answered(tmp_path: Path) -> None:
+    """With a silent node, `repair` says that only the nodes that answered need no repair."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes[1:], *PATIENT) as (other,):
@@ -307,8 +309,8 @@ def test_nothing_to_do_is_said_of_the_nodes_that_answered(tmp_path: Path) -> Non
     assert "if host1 never comes back: run the job with a new node in its place" in done.stdout
 
 
-def test_too_few_nodes_are_no_fault_of_a_checkpoint(tmp_path: Path) -> None:
-    """Two copies are wanted and there is one node: said, and not counted as short, as `verify` does not."""
+def test_a_checkpoint_is_not_short_for_lack_of_nodes(tmp_path: Path) -> None:
+    """Two copies are wanted, and there is one node: `ls` prints that, and does not count the checkpoint as short."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=2)
     done = command("ls", "--root", store.root)

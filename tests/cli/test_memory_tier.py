@@ -1,4 +1,4 @@
-"""Each verb takes a memory tier as any store, and the disk's `ls` and `status` say that there is one."""
+"""Every command works on a memory tier. `ls` and `status` of the disk mention the tier."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def tiers() -> Iterator[list[LocalStore]]:
-    """The memory tiers of two nodes, in memory, with steps 1 to 3."""
+    """The memory tiers of two nodes, in shared memory, with steps 1 to 3."""
     with tempfile.TemporaryDirectory(prefix="rckpt-test-", dir=SHARED_MEMORY) as folder:
         stores = [LocalStore(Path(folder) / name) for name in ("a", "b")]
         for step in (1, 2, 3):
@@ -30,13 +30,10 @@ def tiers() -> Iterator[list[LocalStore]]:
 
 
 def test_each_verb_takes_a_memory_tier(tiers: list[LocalStore]) -> None:
-    """`ls`, `show`, `status`, `verify`, `rm`, `prune` and `drain`, with the agents of the tier running.
-
-    As on a disk, what one node removes is still on the other.
-    """
+    """Agents of the tier run. As on a disk, a removal on one node leaves the copies of the other."""
     root = tiers[0].root
     with agents(tiers, "--lost-after-s", "600"):
-        for verb, code, told in (
+        for verb, code, printed in (
             ("ls", ExitCode.OK, "3 checkpoints"),
             ("show step-2", ExitCode.OK, "step-2: 2 of 2"),
             ("status", ExitCode.OK, "good"),
@@ -46,29 +43,31 @@ def test_each_verb_takes_a_memory_tier(tiers: list[LocalStore]) -> None:
             ("drain", ExitCode.OK, "may be taken down"),
         ):
             done = command(*verb.split(), "--root", root)
-            assert (done.returncode, told in done.stdout) == (code, True), done.stdout + done.stderr
+            assert (done.returncode, printed in done.stdout) == (code, True), done.stdout + done.stderr
     assert [name for name, _ in tiers[0].catalog.committed()] == ["step-3"]
 
 
-def test_the_disk_tells_of_its_memory_tier(tmp_path: Path, tiers: list[LocalStore]) -> None:
-    """`ls` and `status` name it and its newest checkpoint; a tier that a reboot took is said to be empty."""
+def test_the_disk_lists_its_memory_tier(tmp_path: Path, tiers: list[LocalStore]) -> None:
+    """`ls` and `status` of the disk print the tier and its newest checkpoint. After a reboot they print that it is
+    empty.
+    """
     disk = LocalStore(tmp_path / "disk")
     disk.node_id()
     assert "memory tier" not in command("ls", "--root", disk.root).stdout
     note_memory_tier(disk, tiers[0].root)
     for verb in ("ls", "status"):
-        told = [line for line in command(verb, "--root", disk.root).stdout.splitlines() if "memory tier" in line]
-        assert len(told) == 1
-        assert str(tiers[0].root) in told[0]
-        assert "the newest step-3" in told[0]
-        assert as_json(verb, "--root", disk.root)[1]["memory_tier"] == told
+        printed = [line for line in command(verb, "--root", disk.root).stdout.splitlines() if "memory tier" in line]
+        assert len(printed) == 1
+        assert str(tiers[0].root) in printed[0]
+        assert "the newest step-3" in printed[0]
+        assert as_json(verb, "--root", disk.root)[1]["memory_tier"] == printed
     shutil.rmtree(tiers[0].root)
     assert "empty on this node" in command("ls", "--root", disk.root).stdout
     assert not tiers[0].root.exists()
 
 
-def test_a_tier_that_another_could_have_named_is_not_looked_at(tmp_path: Path, tiers: list[LocalStore]) -> None:
-    """The note is of this user alone, as everything in the agent's directory; the rest of `ls` is told all the same."""
+def test_a_tier_that_another_user_could_have_named_is_ignored(tmp_path: Path, tiers: list[LocalStore]) -> None:
+    """The file that names the tier is writable for others: it is ignored, and `ls` prints the rest."""
     disk = LocalStore(tmp_path / "disk")
     disk.node_id()
     note_memory_tier(disk, tiers[0].root)

@@ -1,4 +1,4 @@
-"""What a lying peer says stays on its line of the terminal, and names no node but itself."""
+"""Answers of a lying peer cannot control the terminal, and rename no other node."""
 
 import socketserver
 import threading
@@ -22,8 +22,8 @@ class _Liar(socketserver.BaseRequestHandler):
         self.request.sendall(b"\x1b[2J\x1b]0;title\x07 no status line\r\n\r\n")
 
 
-def test_an_answer_that_is_no_http_steers_no_terminal() -> None:
-    """The status line that a peer makes up is in the error, without its control characters."""
+def test_an_invalid_status_line_is_escaped() -> None:
+    """The invalid status line is in the error, with its control characters escaped."""
     with socketserver.TCPServer(("127.0.0.1", 0), _Liar) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         at = replace(AT, port=server.server_address[1])
@@ -36,8 +36,8 @@ def test_an_answer_that_is_no_http_steers_no_terminal() -> None:
     assert str(caught.value).replace("\n", "").isprintable()
 
 
-def test_what_a_repair_answers_is_one_line_each() -> None:
-    """Neither the action nor the error that a peer names makes a line of its own; what is no answer is typed."""
+def test_each_result_of_a_repair_is_one_line() -> None:
+    """Actions and errors of a peer become one line each. An invalid answer raises PeerProtocolError."""
     assert list_failures({"results": [{"action": FORGED, "error": FORGED}]}, "node b") == {
         r"\x1b[2Jwell\nmay be taken down": r"\x1b[2Jwell\nmay be taken down"
     }
@@ -46,7 +46,7 @@ def test_what_a_repair_answers_is_one_line_each() -> None:
 
 
 def test_a_manifest_does_not_rename_a_node_that_is_known() -> None:
-    """A host name of the address book goes before a manifest's; an IP does not; what a manifest says is one line."""
+    """A host name in the address book takes precedence over the manifest. An IP address does not."""
     nodes = tuple(
         NodeEntry(node, host, None, (0,)) for node, host in (("b", "node-c"), ("c", "node-c2"), ("d", FORGED))
     )

@@ -1,4 +1,4 @@
-"""`report` without other nodes: of one process, of a checkpoint that was removed, and of one that has none."""
+"""`report` without other nodes: of one process, of a removed checkpoint, and without a report."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def save(root: Path) -> None:
 
 
 def test_a_process_alone_has_a_report_without_an_agent(tmp_path: Path) -> None:
-    """Of the save, and of the last load; also once the checkpoint is removed."""
+    """The reports of the save and of the last load are found without an agent, also after the checkpoint is removed."""
     root = tmp_path / "root"
     save(root)
     done = command("report", "step-1", "--root", root)
@@ -33,17 +33,17 @@ def test_a_process_alone_has_a_report_without_an_agent(tmp_path: Path) -> None:
     assert "no report of a load was found" in done.stdout
     dcp.load({"x": torch.zeros(1 << 18)}, checkpoint_id="step-1", storage_reader=ReplicatedReader(root), no_dist=True)
     shutil.rmtree(root / "step-1")
-    code, told = as_json("report", "step-1", "--root", root)
+    code, report = as_json("report", "step-1", "--root", root)
     assert code == ExitCode.OK
-    assert {kind: [one["rank"] for one in told[kind]["ranks"]] for kind in ("save", "load")} == {
+    assert {kind: [one["rank"] for one in report[kind]["ranks"]] for kind in ("save", "load")} == {
         "save": [0],
         "load": [0],
     }
-    assert told["save"]["slowest"] is None
+    assert report["save"]["slowest"] is None
 
 
 def test_a_checkpoint_without_a_report_is_an_error(tmp_path: Path) -> None:
-    """It says where a report may be; no trace is written. So is a trace that cannot be written."""
+    """The error says where a report may be, and no trace is written. A trace that cannot be written is an error, too."""
     root, trace = tmp_path / "root", tmp_path / "trace.json"
     save(root)
     done = command("report", "step-9", "--root", root, "--trace", trace)

@@ -1,4 +1,4 @@
-"""`--root` that names no store of this user is said plainly, with what to name instead."""
+"""A `--root` that is not a store of this user is refused, with the root to use instead."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("above/node-0", "above/node-1", "far/node-0/ckpt", "far/node-1/ckpt", "mixed/node-0"):
         checkpointed([LocalStore(base / name)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     shutil.copytree(base / "mixed/node-0/step-1", base / "mixed/old")
-    (base / "mixed/old/.manifest.json").unlink()  # as FileSystemWriter leaves one
+    (base / "mixed/old/.manifest.json").unlink()  # like a checkpoint of FileSystemWriter
     store = LocalStore(base / "store")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="run/step-1", copies=1, size_bytes=3000)
     return base
@@ -60,8 +60,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("place", NO_STORE)
-def test_what_is_no_store_is_said(places: Path, place: str, verb: str) -> None:
-    """What it is instead, the next step, an exit code that is not 0, and nothing was made there."""
+def test_a_root_that_is_no_store_is_refused(places: Path, place: str, verb: str) -> None:
+    """The error says what the path is and the next step. The exit code is not 0, and nothing is created."""
     before = sorted(str(path) for path in places.rglob("*"))
     done = command(verb, "--root", places / place)
     assert (done.returncode, done.stdout) == (NO_STORE[place], "")
@@ -72,8 +72,8 @@ def test_what_is_no_store_is_said(places: Path, place: str, verb: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["above", "file", "store/run"])
-def test_an_agent_makes_no_store_there(places: Path, place: str) -> None:
-    """Of a store in another one, each would take the other's checkpoints for its own. Code and words of `ls`."""
+def test_an_agent_creates_no_nested_store(places: Path, place: str) -> None:
+    """Nested stores would share checkpoints. `agent` exits with the same code and error as `ls`."""
     before = sorted(str(path) for path in places.rglob("*"))
     done = command("agent", "--root", places / place)
     assert (done.returncode, done.stdout) == (NO_STORE[place], "")
@@ -83,10 +83,8 @@ def test_an_agent_makes_no_store_there(places: Path, place: str) -> None:
 
 @pytest.mark.parametrize("make", [LocalStore.node_id, LocalStore.agent_directory, LocalStore.read_node_id])
 @pytest.mark.parametrize("place", ["above", "far", "store/run", "store/ema"])
-def test_a_rank_makes_no_store_above_others_or_in_one(
-    places: Path, make: Callable[[LocalStore], object], place: str
-) -> None:
-    """Whatever of a store it needs first, if only to read; the directory may not be there yet. Nothing is made."""
+def test_a_rank_creates_no_nested_store(places: Path, make: Callable[[LocalStore], object], place: str) -> None:
+    """A rank creates nothing there, whichever part of the store it needs first."""
     before = sorted(str(path) for path in places.rglob("*"))
     with pytest.raises(ConfigInvalid, match=SAID.get(place, "lies in another store")):
         make(LocalStore(places / place))
@@ -94,20 +92,20 @@ def test_a_rank_makes_no_store_above_others_or_in_one(
 
 
 def test_a_link_into_a_store_is_refused_as_a_root(places: Path, tmp_path: Path) -> None:
-    """The directory that it leads to counts."""
+    """A symbolic link counts as the directory that it leads to."""
     (tmp_path / "link").symlink_to(places / "store/run")
     with pytest.raises(ConfigInvalid, match=SAID["store/run"]):
         LocalStore(tmp_path / "link").node_id()
 
 
 def test_another_programs_file_above_a_root_is_no_store(tmp_path: Path) -> None:
-    """A node.json without an identity keeps no store from being made below it."""
+    """A node.json without an identity does not make its directory a store."""
     (tmp_path / "node.json").write_text('{"name": "a program of its own"}')
     assert LocalStore(tmp_path / "ckpt").node_id() == LocalStore(tmp_path / "ckpt").read_node_id()
 
 
 def test_a_store_that_was_copied_into_another_one_is_not_listed_there(places: Path, tmp_path: Path) -> None:
-    """A backup, say: its checkpoints are neither listed nor loaded, nor do they count as damaged, nor as stock torch's."""
+    """The checkpoints of a nested store, such as a backup, are neither listed nor treated as damaged or stock ones."""
     outer = LocalStore(tmp_path / "outer")
     checkpointed([outer], 1, {shard(0): (0,)}, checkpoint_id="run/step-1", copies=1, size_bytes=3000)
     shutil.copytree(places / "store", tmp_path / "outer/run/backup")
@@ -118,15 +116,15 @@ def test_a_store_that_was_copied_into_another_one_is_not_listed_there(places: Pa
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_root_without_a_name_is_refused(verb: str) -> None:
-    """It would be the current directory."""
+    """An empty path would mean the current directory."""
     done = command(verb, "--root", "")
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
     assert "--root must name a directory, not ''" in done.stderr
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_root_that_the_system_does_not_list_is_no_defect(tmp_path: Path, verb: str) -> None:
-    """As where the disk has lost that directory: a traceback asked for a report."""
+def test_an_unreadable_root_is_an_error(tmp_path: Path, verb: str) -> None:
+    """A root that the system cannot read is an error without a traceback."""
     root = tmp_path / "store"
     root.symlink_to(root)
     done = command(verb, "--root", root)
@@ -134,15 +132,15 @@ def test_a_root_that_the_system_does_not_list_is_no_defect(tmp_path: Path, verb:
     assert f"look at {root}: OSError" in done.stderr
 
 
-def test_a_checkpoint_of_no_store_above_stores_has_a_next_step(places: Path) -> None:
-    """It would vanish from sight if the command only named the stores."""
+def test_a_checkpoint_beside_stores_has_a_next_step(places: Path) -> None:
+    """The hint also names a checkpoint that lies beside the stores, with the way to list it."""
     hint = command("ls", "--root", places / "mixed").stderr.partition("Hint:")[2]
     assert f"--root {places / 'mixed/node-0'}." in hint
     assert "To list old, which lie in no store, move them to a directory of their own." in hint
 
 
-def test_a_checkpoint_names_the_store_that_it_lies_in(places: Path) -> None:
-    """The hint can be pasted: the store is found however deep the checkpoint's id is."""
+def test_a_root_inside_a_store_names_that_store(places: Path) -> None:
+    """The hint has the `--root` of the store and the id of the checkpoint."""
     done = command("verify", "--root", places / "store/run/step-1")
     assert f"--root {places / 'store'}. In it, this is the checkpoint 'run/step-1'" in done.stderr
     assert command("verify", "--root", places / "store", "run/step-1").returncode == ExitCode.OK
@@ -158,8 +156,10 @@ def open_place() -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 @pytest.mark.parametrize("verb", VERBS)
-def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mode: int) -> None:
-    """Exit code 5, whether it can be read or not; not a word of intact, missing or a defect, and nothing is written."""
+def test_another_users_store_is_named_as_such(open_place: Path, verb: str, mode: int) -> None:
+    """The exit code is 5, whether the store is readable or not. Nothing is written, and the error does not mention
+    damage.
+    """
     root = open_place / "store"
     checkpointed([LocalStore(root)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     root.chmod(mode)
@@ -168,7 +168,7 @@ def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mod
     assert "the store of user root" in done.stderr
     assert ("may not read it" in done.stderr) == (mode == 0o700)
     assert "sudo -u root" in done.stderr
-    assert done.stderr.count(str(root)) == 1, "once says it"
+    assert done.stderr.count(str(root)) == 1, "the path is printed once"
     assert not {"intact", "defect", "Traceback"} & set(done.stderr.replace(".", " ").split())
     for path in (root, *root.rglob("*")):
         os.chown(path, NOBODY, -1)
@@ -181,10 +181,8 @@ def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mod
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_another_user_has_closed_is_not_called_absent(
-    open_place: Path, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    """Where all users are believed: with 0 and "no checkpoint to verify" all looked well."""
+def test_an_unreadable_checkpoint_is_not_missing(open_place: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Where stores of all users are trusted, an unreadable checkpoint is an error, not a missing checkpoint."""
     monkeypatch.setenv(TRUST_ROOT_ENV, "1")
     root = open_place / "store"
     checkpointed([LocalStore(root)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)

@@ -1,4 +1,4 @@
-"""`show` tells all of one checkpoint: each file, where it was seen and where it may be."""
+"""`show` prints everything about one checkpoint: each file, where it was seen and where it may be."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ PATIENT = ("--lost-after-s", "600")
 
 
 def test_each_file_with_its_holders(tmp_path: Path) -> None:
-    """Sizes, owner, copies seen of wanted and on which hosts; run, step and ranks; a silent node is named for its files."""
+    """Sizes, owner, copies and hosts of each file, and the run, step and ranks. A silent node is named at its files."""
     nodes = stores(tmp_path, 3)
     manifest = checkpointed(nodes, 7, RING, checkpoint_id="run/step-70")
     with agents(nodes, *PATIENT):
@@ -44,8 +44,8 @@ def test_each_file_with_its_holders(tmp_path: Path) -> None:
     assert one["world"][2]["ranks"] == [2]
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    """Exit code 3, and where to look."""
+def test_a_missing_checkpoint_is_not_found(tmp_path: Path) -> None:
+    """A missing checkpoint has exit code 3 and a hint."""
     nodes = stores(tmp_path, 1)
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     done = command("show", "step-9", "--root", nodes[0].root)
@@ -55,7 +55,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", mark_long(["show", "verify", "repair", "upload"], keep=["show"]))
 def test_latest_is_the_newest_of_one_directory_that_can_be_loaded(tmp_path: Path, verb: str) -> None:
-    """As a load chooses it; where checkpoints lie in several directories, each is named with the way to ask for it."""
+    """`latest` is the checkpoint that a load takes. With checkpoints in several directories, the hint lists each
+    `DIRECTORY/latest`.
+    """
     nodes = stores(tmp_path, 1)
     for sequence, name in enumerate(("a/step-1", "a/step-2", "b/step-9"), 1):
         checkpointed(nodes, sequence, {shard(0): (0,)}, checkpoint_id=name, copies=1)
@@ -75,8 +77,8 @@ def test_latest_is_the_newest_of_one_directory_that_can_be_loaded(tmp_path: Path
 
 
 @pytest.mark.parametrize("verb", ["show", "rm"])
-def test_an_id_that_is_no_text_is_not_there(tmp_path: Path, verb: str) -> None:
-    """Its bytes are no UTF-8, as another locale writes a name: it is a missing checkpoint like any other."""
+def test_an_id_with_invalid_utf8_is_not_found(tmp_path: Path, verb: str) -> None:
+    """An id with invalid UTF-8 is a missing checkpoint like any other."""
     nodes = stores(tmp_path, 1)
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     done = command(verb, "l\udce4uf", "--root", nodes[0].root)
@@ -86,8 +88,8 @@ def test_an_id_that_is_no_text_is_not_there(tmp_path: Path, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["show", "rm"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_stock_torch_is_said_to_be_that(tmp_path: Path, verb: str) -> None:
-    """It is no missing one, and the hint has the way to copies of it."""
+def test_a_stock_checkpoint_is_named_as_such(tmp_path: Path, verb: str) -> None:
+    """The error says that stock torch wrote it, and how to get copies."""
     (node,) = stores(tmp_path, 1)
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=node.root / "step-10")
     done = command(verb, "step-10", "--root", node.root)

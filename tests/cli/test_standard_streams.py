@@ -1,4 +1,4 @@
-"""Commands whose standard streams are closed, as a daemon's are, or know few letters, do what they do."""
+"""Commands work with closed standard streams, as in a daemon, and with a limited encoding."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
 
 def closed(streams: str, *words: str | Path) -> list[str]:
-    """The command line of a new process with those streams closed."""
+    """The command line of a new process with these streams closed."""
     return ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", MAIN, *map(str, words)]
 
 
@@ -35,15 +35,15 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 @pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&- >&- 2>&-"])
-def test_the_exit_code_is_that_of_what_was_found(store: LocalStore, streams: str) -> None:
-    """A job of cron that looks at the exit code alone learns that all is intact."""
+def test_closed_streams_do_not_change_the_exit_code(store: LocalStore, streams: str) -> None:
+    """A cron job that only checks the exit code learns that all is intact."""
     done = subprocess.run(closed(streams, "verify", "--root", store.root), timeout=60, check=False)
     assert done.returncode == ExitCode.OK
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_named(store: LocalStore, unbuffered: str) -> None:
-    """A full disk below the output is no defect of ours, nor is it Python's exit code 120; the error says what it is."""
+    """The output is on a full disk: the error says so, with exit code 1 and without a traceback."""
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     words = closed(">/dev/full", "ls", "--root", store.root)
     done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -54,14 +54,14 @@ def test_output_that_cannot_be_written_is_named(store: LocalStore, unbuffered: s
 
 @pytest.mark.parametrize(("words", "code"), [(("ls", "--root", "none"), ExitCode.NOT_FOUND), (("ls",), ExitCode.USAGE)])
 def test_errors_that_cannot_be_written_leave_the_exit_code(tmp_path: Path, words: Sequence[str], code: int) -> None:
-    """Where standard error is on a full disk, the code still says that there is no such checkpoint, or what is wrong."""
+    """Standard error is on a full disk: the exit code is still that of the original error."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": str(HOME)}
     done = subprocess.run(closed("2>/dev/full", *words), cwd=tmp_path, env=environment, timeout=60, check=False)
     assert done.returncode == code
 
 
-def test_output_that_is_read_in_part_needs_no_word(store: LocalStore) -> None:
-    """`ls | head` ends quietly, though Python buffers what nothing reads any more."""
+def test_a_closed_pipe_is_no_error(store: LocalStore) -> None:
+    """`ls | head` ends without an error message."""
     reading, writing = os.pipe()
     os.close(reading)
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
@@ -73,8 +73,8 @@ def test_output_that_is_read_in_part_needs_no_word(store: LocalStore) -> None:
     assert (done.returncode, done.stderr) == (ExitCode.FAILED, "")
 
 
-def test_an_agent_serves(store: LocalStore) -> None:
-    """It starts without standard streams, and ends as it is told."""
+def test_an_agent_serves_without_streams(store: LocalStore) -> None:
+    """An agent starts without standard streams, and stops on SIGTERM."""
     running = subprocess.Popen(closed("<&- >&- 2>&-", "agent", "--root", store.root))
     try:
         wait_for(lambda: read_endpoint(store.root / AGENT_DIR) or running.poll() is not None, 30, "the agent")
@@ -85,8 +85,8 @@ def test_an_agent_serves(store: LocalStore) -> None:
         running.wait()
 
 
-def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
-    """A name with an umlaut, as the arrow in the table of a drill, ends no command whose output is ASCII or Latin-1."""
+def test_characters_that_the_output_cannot_encode_are_escaped(tmp_path: Path) -> None:
+    """A name with an umlaut does not fail a command with ASCII output."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="l\u00e4uf", copies=1, size_bytes=3000)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -96,14 +96,14 @@ def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
     assert b"l\\xe4uf" in done.stdout
 
 
-def test_an_interrupt_while_a_verb_is_imported_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of the time of a short command goes to that: it ended with a traceback."""
+def test_an_interrupt_during_an_import_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during the import of a command exits with 130, without a traceback."""
     monkeypatch.setattr(main, "import_module", mock.Mock(side_effect=KeyboardInterrupt))
     assert main.main(["ls", "--root", "x"]) == ExitCode.INTERRUPTED
 
 
 def test_a_relative_root_needs_a_working_directory(tmp_path: Path) -> None:
-    """In one that was removed it is an argument that cannot work, and no defect."""
+    """The working directory was removed: a relative root is a usage error."""
     gone = tmp_path / "gone"
     gone.mkdir()
     words = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-c", MAIN, "ls", "--root", "x"]

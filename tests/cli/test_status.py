@@ -1,4 +1,4 @@
-"""`status` says how the nodes are, and its exit code tells a probe: 0 good, 1 degraded, 4 lost, 5 down."""
+"""`status` prints the state of the nodes. Its exit code is for probes: 0 good, 1 degraded, 4 lost, 5 down."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from replicated_ckpt.stores.local.versions.readers import lock_version
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
-from tests.agent.repair.test_retention import tell
+from tests.agent.repair.test_retention import set_policy
 from tests.cli.commands import MAIN, as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
@@ -30,7 +30,7 @@ PATIENT = ("--lost-after-s", "600")
 
 
 def test_a_second_agent_names_the_first(tmp_path: Path) -> None:
-    """One agent serves a root; who starts another is told its pid, and how to end it."""
+    """A second agent for a root exits with the pid of the first, and how to end it."""
     with running_agent(tmp_path / "store") as first:
         done = command("agent", "--root", tmp_path / "store")
     assert done.returncode == ExitCode.UNREACHABLE
@@ -38,7 +38,9 @@ def test_a_second_agent_names_the_first(tmp_path: Path) -> None:
 
 
 def test_good_then_degraded_then_down(tmp_path: Path) -> None:
-    """All answer: 0. The other node is killed: 1, named, with the checkpoint that it makes short. The own agent, too: 5."""
+    """All nodes answer: 0. The other node is killed: 1, with the checkpoint that is short. The own agent is stopped or
+    killed: 5.
+    """
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT) as running:
@@ -55,7 +57,7 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
         done = command("status", "--root", nodes[0].root)
         assert done.returncode == ExitCode.FAILED
         assert done.stdout.startswith("degraded: step-1: 1 of 2 copies seen: host1 not reached\n")
-        assert "had its copies" not in done.stdout, "the last round was before that"
+        assert "had its copies" not in done.stdout, "the last round was before the kill"
         assert f"degraded: host1 (node {nodes[1].node_id()}): not reached: no agent runs there" in done.stdout
         assert "next step: start an agent on host1" in done.stdout
         code, found = as_json("status", "--root", nodes[0].root)
@@ -72,7 +74,7 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
         for done in (each.result() for each in asked):
             assert done.returncode == ExitCode.UNREACHABLE
             assert "kill -CONT" in done.stdout
-            assert "next step: --start-agents" not in done.stdout, "one runs: another could not start"
+            assert "next step: --start-agents" not in done.stdout, "an agent runs, so another could not start"
     code, own = as_json("status", "--own-agent", "--root", nodes[0].root)
     assert (code, own["state"], own["reasons"]) == (5, "down", ["this node's agent does not run"])
     done = command("status", "--root", nodes[0].root)
@@ -81,8 +83,10 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
     assert "--start-agents" in done.stdout
 
 
-def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
-    """A shard that no node can hold: 4, before all else. Of the log: one line for each warning of the agent that runs."""
+def test_lost_files_and_the_last_warnings_are_printed(tmp_path: Path) -> None:
+    """A shard that no node can hold is printed first, with exit code 4. Warnings of the running agent have one line
+    each.
+    """
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     (store.root / "step-1" / shard(0)).unlink()
@@ -101,9 +105,9 @@ def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
-    """Once a new node has its copies nothing is wrong: exit code 0, with a note that `forget` ends on each node.
+    """Once a new node has the copies of a lost one, the exit code is 0, with a note that advises `forget`.
 
-    Before that `status` is degraded, and `repair --lost`, which it advises, makes the copies.
+    Before that, `status` is degraded and advises `repair --lost`, which makes the copies.
     """
     old, lost, new = nodes = stores(tmp_path, 3)
     checkpointed(nodes[:2], 1, PAIR)
@@ -146,13 +150,13 @@ def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
 
 
 def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:
-    """Agents that left, as no client and no work was there: exit code 0, and what starts them; `--own-agent` is 5."""
+    """Agents exited on idle: the exit code is 0, with the command that starts them. `--own-agent` exits with 5."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, "--idle-exit-s", "3") as running:
         for agent in running:
             assert agent.process.wait(60) == 0
-    for _ in range(2):  # the first look leaves nothing behind
+    for _ in range(2):  # the first command leaves nothing behind
         done = command("status", "--root", nodes[0].root)
         assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "idle"), done.stdout
     assert f"`replicated-ckpt status --start-agents --root {nodes[0].root}` on each node" in done.stdout
@@ -162,28 +166,28 @@ def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:
     assert command("status", "--own-agent", "--root", nodes[0].root).returncode == ExitCode.UNREACHABLE
     (nodes[0].root / "step-1" / shard(0)).unlink()
     assert command("status", "--root", nodes[0].root).returncode == ExitCode.OK, "node 1 may have it"
-    with FileLock.acquire(nodes[0].agent_directory() / "clients", shared=True) or pytest.fail("it is held"):
+    with FileLock.acquire(nodes[0].agent_directory() / "clients", shared=True) or pytest.fail("the lock is taken"):
         done = command("status", "--root", nodes[0].root)
     assert (done.returncode, "ranks use this store" in done.stdout) == (ExitCode.UNREACHABLE, True), "a job runs"
 
 
 @pytest.mark.parametrize("pause", ["-3", "0", "nan", "inf", "x"])
-def test_watch_takes_a_pause(tmp_path: Path, pause: str) -> None:
-    """No pause at all would be a busy loop; the argument is named."""
+def test_watch_needs_a_positive_pause(tmp_path: Path, pause: str) -> None:
+    """A pause of 0 would be a busy loop. The error names the argument."""
     done = command("status", "--root", tmp_path, f"--watch={pause}")
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
     assert f"argument --watch: must be a number of seconds above 0, not '{pause}'" in done.stderr
 
 
-def test_an_upload_is_waited_for_a_time(tmp_path: Path) -> None:
-    """One below 0 would give the order, and say at once that it has not come."""
+def test_an_upload_needs_a_positive_timeout(tmp_path: Path) -> None:
+    """A negative timeout is a usage error."""
     done = command("upload", "step-1", "--root", tmp_path, "--timeout-s", "-1")
     assert done.returncode == ExitCode.USAGE
     assert "argument --timeout-s: must be a number of seconds above 0, not '-1'" in done.stderr
 
 
 def test_watch_marks_what_has_changed(tmp_path: Path) -> None:
-    """Each look begins with the time; a line that the look before did not have gets a mark, and no other line does."""
+    """Each refresh begins with the time. New lines are marked."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     whole = [sys.executable, "-c", MAIN, "status", "--root", str(store.root), "--watch", "0.2"]
@@ -206,7 +210,7 @@ def test_watch_marks_what_has_changed(tmp_path: Path) -> None:
 
 
 def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
-    """With -o json a line each time; Ctrl-C ends it with 130 and no traceback."""
+    """With -o json each refresh is one line. Ctrl-C exits with 130, without a traceback."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     whole = [sys.executable, "-c", MAIN, "status", "--root", str(store.root), "--watch", "0.2", "-o", "json"]
@@ -218,15 +222,15 @@ def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
         assert moments == sorted(moments)
         assert moments[2] <= round(time.time(), 3)
         watching.send_signal(signal.SIGINT)
-        _, said = watching.communicate(timeout=30)
+        _, printed = watching.communicate(timeout=30)
     finally:
         watching.kill()
         watching.wait()
-    assert (watching.returncode, said) == (ExitCode.INTERRUPTED, "")
+    assert (watching.returncode, printed) == (ExitCode.INTERRUPTED, "")
 
 
-def test_repair_agrees_with_status_on_what_a_failed_save_has_left(tmp_path: Path) -> None:
-    """All its nodes answer, and the next round settles it: neither waits. With a silent node both do."""
+def test_repair_agrees_with_status_on_a_stale_save(tmp_path: Path) -> None:
+    """All nodes of a stale save answer: neither command waits for it. With a silent node both do."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     names = tuple(node.node_id() for node in nodes)
@@ -246,8 +250,10 @@ def test_repair_agrees_with_status_on_what_a_failed_save_has_left(tmp_path: Path
         assert command("repair", "--root", nodes[0].root).returncode == ExitCode.UNREACHABLE
 
 
-def test_what_a_policy_removes_is_not_said_to_be_lost(tmp_path: Path) -> None:
-    """A load keeps a part of it on one node, after the other has removed its own: nothing is wrong, as verify says, too."""
+def test_an_expired_checkpoint_is_not_lost(tmp_path: Path) -> None:
+    """A load keeps one part of an expired checkpoint, and the other node has removed its part: `status` and `verify`
+    exit with 0.
+    """
     nodes = stores(tmp_path, 2)
     for number in (1, 2):
         parts = {shard(0): (0,), shard(1): (1,)}
@@ -256,8 +262,8 @@ def test_what_a_policy_removes_is_not_said_to_be_lost(tmp_path: Path) -> None:
     assert lock is not None
     with agents(nodes) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
-        wait_for(lambda: not (nodes[1].root / "step-1").exists(), 30, "the end of the other part")
+            set_policy(agent, Retention(keep_last=1), revision=3)
+        wait_for(lambda: not (nodes[1].root / "step-1").exists(), 30, "the removal of the other part")
         done = command("status", "--root", nodes[0].root)
         assert done.returncode == ExitCode.OK, done.stdout
         assert "expired, still on host0" in command("ls", "--root", nodes[0].root).stdout

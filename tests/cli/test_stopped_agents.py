@@ -1,4 +1,4 @@
-"""Commands where an agent is stopped: one time-out in all, and a next step that fits."""
+"""Commands where an agent is stopped: they wait for one timeout in all, and print a fitting next step."""
 
 import signal
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("verb", ["verify", "repair"])
 def test_a_stopped_node_costs_one_timeout(tmp_path: Path, verb: str) -> None:
-    """However many questions a command has: a node that did not answer the first is asked no other."""
+    """A node that did not answer the first request gets no further one."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     with running_agent(nodes[0].root), running_agent(nodes[1].root) as other:
@@ -31,11 +31,11 @@ def test_a_stopped_node_costs_one_timeout(tmp_path: Path, verb: str) -> None:
     assert "not reached: " in done.stdout
     assert "no answer in time" in done.stdout
     assert "if the host is up, run `replicated-ckpt status --root ROOT`" in done.stdout
-    assert "--start-agents" not in done.stdout, "that starts none where one is stopped"
+    assert "--start-agents" not in done.stdout, "it starts no agent where a stopped one runs"
 
 
-def test_status_of_a_stopped_agent_of_its_own_waits_once(tmp_path: Path) -> None:
-    """It is asked for its state, and not once more for what it holds: that is read from the disk."""
+def test_status_waits_once_for_a_stopped_own_agent(tmp_path: Path) -> None:
+    """The own agent is asked only for its state. Its holdings are read from the disk."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     with running_agent(node.root) as own:
@@ -51,8 +51,8 @@ def test_status_of_a_stopped_agent_of_its_own_waits_once(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_stopped_agent_of_its_own_and_another_cost_one_timeout(tmp_path: Path) -> None:
-    """They were asked one after the other."""
+def test_two_stopped_agents_cost_one_timeout(tmp_path: Path) -> None:
+    """Both are asked at the same time."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     with running_agent(nodes[0].root) as own, running_agent(nodes[1].root) as other:
@@ -65,15 +65,15 @@ def test_a_stopped_agent_of_its_own_and_another_cost_one_timeout(tmp_path: Path)
     assert "1 of 2 nodes answered" in done.stdout
 
 
-def test_repair_says_of_a_save_in_doubt_what_ls_says(tmp_path: Path) -> None:
-    """Where all its nodes answer, none is to be given up for lost."""
+def test_repair_and_ls_agree_on_a_save_in_doubt(tmp_path: Path) -> None:
+    """All nodes of the save answer: neither command advises `--lost`."""
     (node,) = stores(tmp_path, 1)
     checkpointed([node], 1, {shard(0): (0,)}, copies=1)
     staged = node.root / ".staging" / f"{2:032x}"
     staged.mkdir(parents=True)
     staged.with_suffix(".json").write_text("{}")
-    said = "all its nodes answer: the next save, load or round of re-protection completes or aborts it"
-    assert said in command("ls", "--root", node.root).stdout
+    line = "all its nodes answer: the next save, load or round of re-protection completes or aborts it"
+    assert line in command("ls", "--root", node.root).stdout
     repaired = command("repair", "--dry-run", "--root", node.root).stdout
-    assert said in repaired
+    assert line in repaired
     assert "--lost" not in repaired

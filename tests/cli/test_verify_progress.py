@@ -1,4 +1,4 @@
-"""`verify` says how far it is and how fast it read, whether an agent reads or this process."""
+"""`verify` shows its progress and rate, whether an agent or this process reads."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ LARGE_BYTES = 4 << 30
 
 
 def large_store(root: Path) -> LocalStore:
-    """Its shard is a hole of a GiB: damaged, and long enough to read that progress is seen. It needs no room."""
+    """A store with a sparse shard that takes long to read, so progress is visible. The shard is damaged."""
     store = LocalStore(root)
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     with (root / "step-1" / shard(0)).open("r+b") as file:
@@ -28,7 +28,7 @@ def large_store(root: Path) -> LocalStore:
 
 
 @pytest.mark.parametrize(
-    ("read", "size", "seconds", "said"),
+    ("read", "size", "seconds", "text"),
     [
         (500_000_000, 2_000_000_000, 5.0, "500 MB of 2 GB (25%) read, 100 MB/s, 15 s left"),
         (2_000_000_000, 1_000_000_000, 1.0, "1 GB of 1 GB (100%) read, 2 GB/s, 0 s left"),
@@ -37,13 +37,13 @@ def large_store(root: Path) -> LocalStore:
         (10, 0, 1.0, ""),
     ],
 )
-def test_the_time_left_is_told_from_the_rate(read: int, size: int, seconds: float, said: str) -> None:
-    """What is left at the rate of now; nothing before anything was read; never more than all, as files are read again."""
-    assert describe_progress(read, size, seconds, "read") == said
+def test_the_time_left_follows_from_the_rate(read: int, size: int, seconds: float, text: str) -> None:
+    """Before the first byte there is no text. The share never exceeds 100 %, although files may be read twice."""
+    assert describe_progress(read, size, seconds, "read") == text
 
 
-def test_the_command_says_how_far_it_is(tmp_path: Path) -> None:
-    """With --progress on standard error, and the JSON is JSON alone, with the seconds that it took; without it nothing."""
+def test_the_command_shows_its_progress(tmp_path: Path) -> None:
+    """`--progress` writes to standard error, and the JSON has the duration. Without it nothing is written."""
     store = large_store(tmp_path / "node")
     done = command("verify", "--root", store.root, "--progress")
     assert done.returncode in (ExitCode.FAILED, ExitCode.SHARD_LOST)
@@ -56,8 +56,8 @@ def test_the_command_says_how_far_it_is(tmp_path: Path) -> None:
     assert "verify: " not in command("verify", "--root", store.root).stderr
 
 
-def test_an_agent_tells_how_far_it_is(tmp_path: Path) -> None:
-    """Another node's check is in the sum while it runs, and not before or after."""
+def test_an_agent_reports_its_progress(tmp_path: Path) -> None:
+    """Another node's progress is in the sum while its check runs, and not before or after."""
     own, other = LocalStore(tmp_path / "own"), large_store(tmp_path / "other")
     checkpointed([own], 2, {shard(0): (0,)}, checkpoint_id="step-2", copies=1)
     with running_agent(other.root) as agent:

@@ -1,4 +1,4 @@
-"""Commands say what they cannot read, and all that they know: a bucket that gives no answer, newer formats, stock torch."""
+"""Commands report what they could not read, and everything else: a silent bucket, newer formats, stock checkpoints."""
 
 import json
 import socket
@@ -44,24 +44,24 @@ def _silent_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("verb", ["ls", "verify"])
 @pytest.mark.usefixtures("_silent_endpoint")
-def test_what_lies_on_the_nodes_is_told_all_the_same(
+def test_nodes_are_listed_while_the_bucket_is_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    """And on standard error, soon, that the command waits for the bucket; then why that is not in the answer."""
+    """The bucket does not answer: the nodes are listed, and standard error has the wait and the reason."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     assert main([verb, "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
-    said = capsys.readouterr()
-    assert said.err.startswith(f"waiting for {URL} since 0.2 s")
-    assert f"replicated-ckpt {verb}: list {URL}: " in said.err
-    assert "1 checkpoint, " in said.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"waiting for {URL} since 0.2 s")
+    assert f"replicated-ckpt {verb}: list {URL}: " in printed.err
+    assert "1 checkpoint, " in printed.out
     assert main([verb, "-o", "json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
     assert "step-1" in str(json.loads(capsys.readouterr().out)["checkpoints"])
 
 
 @pytest.mark.usefixtures("_silent_endpoint")
-def test_nothing_goes_while_a_bucket_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rm` says what it waits for, too, and leaves the checkpoint on the node."""
+def test_nothing_is_removed_while_a_bucket_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rm` reports the wait, and leaves the checkpoint on the node."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     arguments = ["rm", "step-1", "--force", "--root", str(store.root), "--object-store", URL]
@@ -80,10 +80,8 @@ def store(tmp_path: Path) -> LocalStore:
     return made
 
 
-def test_what_is_of_a_newer_format_is_not_said_to_be_well(
-    store: LocalStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`verify` has not read it, `status` does not count its copies; by its id it is there, for a newer version."""
+def test_a_newer_format_is_not_reported_as_intact(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """`verify` and `status` report that a newer format was not checked. Commands with its id advise an upgrade."""
     make_newer(store.root / "step-1" / MANIFEST_NAME)
     root = ["--root", str(store.root)]
     assert main(["verify", *root]) == ExitCode.FAILED
@@ -98,7 +96,7 @@ def test_what_is_of_a_newer_format_is_not_said_to_be_well(
 
 
 def test_a_node_with_a_newer_format_is_not_drained(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """No other node was seen to have its copies."""
+    """The copies of a newer format cannot be counted, so the node must stay."""
     make_newer(store.root / "step-1" / MANIFEST_NAME)
     try:
         assert main(["drain", "--dry-run", "--root", str(store.root)]) == ExitCode.FAILED
@@ -107,10 +105,8 @@ def test_a_node_with_a_newer_format_is_not_drained(store: LocalStore, capsys: py
     assert f"not drained: {NEWER}" in capsys.readouterr().out
 
 
-def test_what_is_of_a_newer_format_on_another_node_is_told_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """This node has nothing of it, and said nothing of it: all was intact, and by its id there was no such checkpoint."""
+def test_a_newer_format_on_another_node_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands report it although this node holds no part of it."""
     here, there = (LocalStore(tmp_path / name) for name in ("here", "there"))
     checkpointed([there], 1, {shard(0): (0,)}, copies=1)
     checkpointed([here], 2, {shard(0): (0,)}, copies=1, checkpoint_id="step-2")
@@ -130,17 +126,19 @@ def test_what_is_of_a_newer_format_on_another_node_is_told_alike(
 
 
 @pytest.mark.parametrize(
-    ("said", "code"), [("", ExitCode.SHARD_LOST), (": not reached (no answer)", ExitCode.UNREACHABLE)]
+    ("suffix", "code"), [("", ExitCode.SHARD_LOST), (": not reached (no answer)", ExitCode.UNREACHABLE)]
 )
-def test_a_shard_of_a_node_that_is_not_reached_is_not_lost_for_good(said: str, code: ExitCode) -> None:
-    """`export` ended as where no node can have it."""
-    assert exit_code_of(ShardLost("step-1", {shard(0): "rank 0"}, [f"node b{said}"])) == code
+def test_a_shard_of_an_unreachable_node_is_not_lost(suffix: str, code: ExitCode) -> None:
+    """A missing shard has another exit code if an unreachable node may hold it."""
+    assert exit_code_of(ShardLost("step-1", {shard(0): "rank 0"}, [f"node b{suffix}"])) == code
 
 
-def test_a_verdict_on_stock_torch_s_alone_does_not_contradict_itself(
+def test_verify_of_only_a_stock_checkpoint_does_not_contradict_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said that there was no checkpoint to verify, and that it was sound."""
+    """Only a stock checkpoint exists: the output says that no manifest was found, and that the stock checkpoint is
+    sound.
+    """
     scattered([LocalStore(tmp_path / "node")], tmp_path)
     assert main(["verify", "--root", str(tmp_path / "node")]) == ExitCode.OK
     first, second = capsys.readouterr().out.splitlines()
@@ -149,10 +147,10 @@ def test_a_verdict_on_stock_torch_s_alone_does_not_contradict_itself(
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "rm"])
-def test_a_bucket_that_is_none_is_refused_before_anything_is_read(
+def test_an_invalid_bucket_is_refused_first(
     store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    """`verify` may take hours; of a node's root `ls` said that a bucket has its checkpoints, and `rm` takes those away."""
+    """An invalid URL, or a node's root as the bucket, is a usage error before any work."""
     other = LocalStore(tmp_path / "other")
     checkpointed([other], 2, {shard(0): (0,)}, copies=1)
     named = ["step-1"] if verb == "rm" else []
@@ -161,8 +159,8 @@ def test_a_bucket_that_is_none_is_refused_before_anything_is_read(
         assert capsys.readouterr().out == ""
 
 
-def test_the_upload_of_latest_names_it(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was said to have no manifest; and a bucket that is empty text is none that was left out."""
+def test_an_upload_of_latest_names_the_checkpoint(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the checkpoint that `latest` means. An empty `--to` is refused."""
     root = ["--root", str(store.root)]
     assert main(["upload", "latest", *root]) == ExitCode.USAGE
     assert "The save of 'step-1' names no object store." in capsys.readouterr().err

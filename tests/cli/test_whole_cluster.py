@@ -1,4 +1,4 @@
-"""One command for all nodes: whom it asks, by which right, and what it removes where."""
+"""One command for all nodes: which nodes it asks, with which right, and what it removes where."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from replicated_ckpt.stores.peer.tls import pin_name
 from tests.agent.agents import HOME, RunningAgent, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
-from tests.agent.repair.test_retention import there
+from tests.agent.repair.test_retention import steps_in
 from tests.cli.commands import as_json, command
 from tests.cli.removal.test_removal import QUICK, saved
 
@@ -49,7 +49,7 @@ def keyed_agent(monkeypatch: pytest.MonkeyPatch, root: Path, key: str, *options:
 
 
 def test_one_command_removes_on_every_node_with_the_users_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node whose agent has another key, or none, keeps its part, and the output names it with the next step."""
+    """A node whose agent has another key, or none, keeps its part. The output names the node and the next step."""
     nodes = stores(tmp_path, 3)
     for number in (1, 2, 3):
         checkpointed(nodes, number, THREE, checkpoint_id=f"step-{number}", size_bytes=3000)
@@ -63,7 +63,7 @@ def test_one_command_removes_on_every_node_with_the_users_key(tmp_path: Path, mo
         monkeypatch.setenv(KEY_ENV, ours)
         done = command("rm", "step-1", "--root", nodes[0].root)
         assert (done.returncode, done.stderr) == (ExitCode.FAILED, "")
-        assert [there(store) for store in nodes] == [[2, 3], [2, 3], [1, 2, 3]]
+        assert [steps_in(store) for store in nodes] == [[2, 3], [2, 3], [1, 2, 3]]
         assert f"removed on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
         assert f"still on host2 (node {nodes[2].node_id()}): step-1: its agent was not started with this" in done.stdout
         assert f"`ssh host2 'replicated-ckpt rm step-1 --root {nodes[0].root}'`" in done.stdout
@@ -73,11 +73,11 @@ def test_one_command_removes_on_every_node_with_the_users_key(tmp_path: Path, mo
         monkeypatch.setenv(KEY_ENV, ours)
         code, found = as_json("prune", "--keep-last", "1", "--root", nodes[0].root)
         assert (code, found["removed_on"]) == (ExitCode.FAILED, {nodes[1].node_id(): ["step-2"]})
-        assert [there(store) for store in nodes] == [[3], [3], [1, 2, 3]]
+        assert [steps_in(store) for store in nodes] == [[3], [3], [1, 2, 3]]
 
 
-def test_what_another_nodes_load_reads_stays_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked before the first copy goes."""
+def test_a_checkpoint_that_another_node_loads_stays_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other node is asked before the first copy is removed."""
     nodes = stores(tmp_path, 2)
     first, _ = saved(nodes, (1, 2))
     monkeypatch.setenv(KEY_ENV, key_file(tmp_path))
@@ -85,18 +85,18 @@ def test_what_another_nodes_load_reads_stays_everywhere(tmp_path: Path, monkeypa
         with running[1].client() as client:
             client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
         done = command("rm", "step-1", "--root", nodes[0].root)
-        assert (done.returncode, [there(store) for store in nodes]) == (ExitCode.FAILED, [[1, 2], [1, 2]])
+        assert (done.returncode, [steps_in(store) for store in nodes]) == (ExitCode.FAILED, [[1, 2], [1, 2]])
         assert f"kept: step-1: on host1 (node {nodes[1].node_id()}): a load reads it" in done.stdout
         code, found = as_json("rm", "step-1", "--root", nodes[0].root, "--force")
         assert (code, found["removed"], found["removed_on"]) == (0, ["step-1"], {nodes[1].node_id(): ["step-1"]})
-        assert [there(store) for store in nodes] == [[2], [2]]
+        assert [steps_in(store) for store in nodes] == [[2], [2]]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"], ids=["plain", "tls"])
 def test_an_unknown_node_is_asked_with_the_users_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """Without the key nothing is sent to it; one that has another key is refused, and refuses."""
+    """Without the key no request is sent to an unknown node. An agent with another key is refused."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     ours, theirs = key_file(tmp_path), key_file(tmp_path, "x" * 64)
@@ -123,7 +123,7 @@ def test_an_unknown_node_is_asked_with_the_users_key(
 def test_a_machine_without_a_store_asks_the_named_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """All verbs that look. A named agent that is down is shown as such, and hides nothing of the others."""
+    """All read-only commands work with `--nodes`. An agent that is down is reported, and the others are listed."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, THREE, size_bytes=3000)
     key, asked = key_file(tmp_path), ("ls", "show latest", "status", "verify", "report latest")
@@ -144,8 +144,8 @@ def test_a_machine_without_a_store_asks_the_named_nodes(
         codes = [done[verb].returncode for verb in asked]
         assert codes == [ExitCode.OK] * 4 + [ExitCode.NOT_FOUND], done
         two = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
-        assert "1 of 2 copies seen" in (said := command("ls", "--nodes", two).stdout)
-        assert "next step: host2 was not asked: name its agent with --nodes, too" in said, said
+        assert "1 of 2 copies seen" in (printed := command("ls", "--nodes", two).stdout)
+        assert "next step: host2 was not asked: name its agent with --nodes, too" in printed, printed
         checked = command("verify", "--nodes", two)
         assert checked.returncode == ExitCode.UNREACHABLE, checked
         assert checked.stdout.rstrip().endswith("all that was read is intact; 1 other node of it not asked"), checked
@@ -165,15 +165,15 @@ def test_a_machine_without_a_store_asks_the_named_nodes(
 def test_a_command_without_a_store_names_what_it_can_ask(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A root or agents; --own-agent asks this node's alone."""
+    """The error names `--root` and `--nodes`. `--own-agent` needs a root."""
     monkeypatch.delenv("REPLICATED_CKPT_ROOT", raising=False)
     done = command(*words)
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
     assert "Name a node's store with --root or REPLICATED_CKPT_ROOT, or agents with --nodes" in done.stderr
 
 
-class _Pretender(BaseHTTPRequestHandler):
-    """Answers as an agent does, to any token, without the key."""
+class _FakeAgent(BaseHTTPRequestHandler):
+    """Answers any token like an agent, but does not have the key."""
 
     def do_GET(self) -> None:
         body = json.dumps({"node_id": "n" * 32, "incarnation": 1, "proof": "0" * 64, "holdings": []}).encode()
@@ -183,12 +183,12 @@ class _Pretender(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def test_an_agent_that_cannot_prove_the_key_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that listens in the agent's place could otherwise make up what the command prints."""
+def test_an_agent_that_cannot_prove_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a process on the agent's port could make up the output of the command."""
     nodes = stores(tmp_path, 1)
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     monkeypatch.setenv(KEY_ENV, key_file(tmp_path))
-    with HTTPServer(("127.0.0.1", 0), _Pretender) as server:
+    with HTTPServer(("127.0.0.1", 0), _FakeAgent) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         done = command("ls", "--root", nodes[0].root, "--nodes", f"127.0.0.1:{server.server_port}")
         server.shutdown()
@@ -196,8 +196,8 @@ def test_an_agent_that_cannot_prove_the_key_is_not_believed(tmp_path: Path, monk
     assert "it does not prove that it has this user's key file" in done.stderr
 
 
-def test_a_token_of_the_key_is_good_for_one_certificate(tmp_path: Path) -> None:
-    """An agent that was asked cannot use it on another one. Nor does it outlive its time."""
+def test_a_token_of_the_key_is_valid_for_one_certificate(tmp_path: Path) -> None:
+    """An agent that receives the token cannot use it for another agent, and the token expires."""
     key, one, other = "k" * 64, "1" * 64, "2" * 64
     tokens = Tokens("peer", "owner", key, lambda: [pin_name(one)])
     assert tokens.right_of(show_key(key, one, time.time())) is Right.OWNER
@@ -208,7 +208,7 @@ def test_a_token_of_the_key_is_good_for_one_certificate(tmp_path: Path) -> None:
 
 
 def test_no_other_user_of_this_host_gets_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On loopback there may be no certificate, and another user may have taken the port of an agent that ended."""
+    """Another user listens on the agent's port on loopback, where there may be no certificate: no token is sent."""
     at = AgentAddress("b", "127.0.0.1", 29600, "")
     monkeypatch.setattr(given_nodes, "listeners_on", lambda _: [SimpleNamespace(uid=os.geteuid() + 1)])
     with pytest.raises(AgentUnavailable, match="no token was sent"):
@@ -224,7 +224,7 @@ def test_no_other_user_of_this_host_gets_a_signature(monkeypatch: pytest.MonkeyP
 def test_a_key_file_that_is_not_safe_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, mode: int, why: str
 ) -> None:
-    """The error names the file, and how one is made."""
+    """The error names the file, and how to make one."""
     path = str(tmp_path / "absent") if text is None else key_file(tmp_path, text, mode)
     monkeypatch.setenv(KEY_ENV, path)
     with pytest.raises(ConfigInvalid, match=why) as found:
@@ -233,8 +233,8 @@ def test_a_key_file_that_is_not_safe_is_not_used(
     assert "openssl rand -hex 32" in found.value.hint
 
 
-def test_a_minute_after_a_job_the_output_has_the_command_that_brings_all_nodes(tmp_path: Path) -> None:
-    """Each agent has left: the line starts them by SSH."""
+def test_after_a_job_ls_prints_the_command_that_starts_all_agents(tmp_path: Path) -> None:
+    """The agents have exited: `ls` prints a line that starts them by SSH."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, THREE)
     with agents(nodes, *QUICK) as running:
@@ -248,12 +248,12 @@ def test_a_minute_after_a_job_the_output_has_the_command_that_brings_all_nodes(t
         assert verb == "status" or line in done.stdout, done.stdout
 
 
-def test_a_minute_after_a_job_one_command_starts_all_agents(tmp_path: Path) -> None:
-    """With `--rsh`, which gets a host and a command. A host where it fails is named, and the others are listed."""
+def test_after_a_job_one_command_starts_all_agents(tmp_path: Path) -> None:
+    """`--rsh` gets a host and a command. A host where it fails is reported, and the others are listed."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, THREE)
     rsh = tmp_path / "rsh"
-    # As the command would, on the host's own address: all of these lie on one machine.
+    # Like the command on each host, but with the host's own address, as all hosts are one machine.
     start = f"PYTHONPATH={HOME} {sys.executable} -m replicated_ckpt.agent --host $1 --idle-exit-s 3"
     rsh.write_text(
         f"#!/bin/sh\necho $2 >> {tmp_path}/asked\n[ $1 = 127.0.0.4 ] && {{ echo no route >&2; exit 255; }}\n"
@@ -268,7 +268,7 @@ def test_a_minute_after_a_job_one_command_starts_all_agents(tmp_path: Path) -> N
             for node, host in zip(nodes, hosts, strict=True)
         ]
         meet(*running)
-        for agent in reversed(running):  # so the first one knows that the others have left
+        for agent in reversed(running):  # so the first agent has seen the others end
             agent.signal(signal.SIGTERM)
             agent.process.wait(20)
     done = command("ls", "--root", nodes[0].root, "--start-agents", "--rsh", rsh, idle_s=3)

@@ -1,4 +1,4 @@
-"""Verbs that need torch, where there is none, as in the image of the agent."""
+"""Commands that need torch, in a Python without it, as in the image of the agent."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ sys.exit(main())
 """
 
 
-def test_a_verb_that_needs_torch_says_so(tmp_path: Path) -> None:
-    """It ends as with a wrong argument, names torch and this Python, and writes nothing."""
+def test_a_command_that_needs_torch_is_a_usage_error(tmp_path: Path) -> None:
+    """The command exits with 2, names torch and this Python, and writes nothing."""
     words: list[str | Path] = ["import", "--root", tmp_path / "root", "--from", "torch", tmp_path / "x.pt", "step-1"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False

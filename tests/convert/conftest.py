@@ -10,6 +10,6 @@ from tests.convert.states import checkpoint
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The root of a store with checkpoint `step-1`, and what was saved."""
+    """The root of a store with checkpoint `step-1`, and the state dict that was saved."""
     root = tmp_path_factory.mktemp("saved") / "root"
     return root, checkpoint(root)

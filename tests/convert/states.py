@@ -1,4 +1,4 @@
-"""What is converted in these tests, and what it must be afterwards."""
+"""State dicts for the conversion tests, and functions that save and compare them."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedWriter
 
 LARGE = (3, 2_000_000)
-"""Of int32: more than a piece, so that it is read in several."""
+"""An int32 shape that is read in several pieces."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Schedule:
 
 
 def contents() -> dict[str, Any]:
-    """A nested state dict with every kind of thing that a training loop saves, and a large tensor."""
+    """A nested state dict with every kind of value that a training loop saves, and a large tensor."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -48,7 +48,7 @@ def contents() -> dict[str, Any]:
 
 
 def checkpoint(root: Path, state: dict[str, Any] | None = None, checkpoint_id: str = "step-1") -> dict[str, Any]:
-    """Saves a state dict in a store on this process alone, and returns it."""
+    """Saves a state dict into a store from this process alone, and returns the state dict."""
     state = contents() if state is None else state
     dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=ReplicatedWriter(root, copies=1), no_dist=True)
     return state
@@ -60,7 +60,7 @@ def scheduled() -> dict[str, Any]:
 
 
 def assert_equal(found: Any, wanted: Any, where: str = "") -> None:
-    """Type, structure, dtype and every bit."""
+    """Asserts equal types, structure, dtypes and bits."""
     if isinstance(wanted, torch.Tensor):
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
         assert torch.equal(bits(found), bits(wanted)), where
@@ -81,7 +81,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def blank(state: Any) -> Any:
-    """The same structure and shapes, with nothing of the values."""
+    """The same structure and shapes with empty values."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state, memory_format=torch.contiguous_format)
     if isinstance(state, dict):

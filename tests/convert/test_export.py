@@ -1,4 +1,4 @@
-"""Export: what comes out is what was saved, in each format, and nothing half-made ever has its name."""
+"""Export: each format contains what was saved, and a partial output never has the final name."""
 
 import errno
 import fcntl
@@ -49,7 +49,7 @@ def entries(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_a_torch_file_is_the_state_dict(saved: Saved, tmp_path: Path, *, mmap: bool) -> None:
-    """Nested as it was, objects included, bit for bit, loadable with `weights_only=True` and mapped."""
+    """The file has the nested state dict with its objects, bit for bit, and loads with `weights_only=True` and `mmap`."""
     done = exported(saved, tmp_path / "model.pth", "torch")
     assert_equal(torch.load(tmp_path / "model.pth", weights_only=True, mmap=mmap), saved[1])
     assert (done.tensors, done.objects, done.skipped) == (len(tensors_of(saved[1])), 4, ())
@@ -59,7 +59,7 @@ def test_a_torch_file_is_the_state_dict(saved: Saved, tmp_path: Path, *, mmap: b
 def test_windows_smaller_than_a_row_give_the_same(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However little is held in memory at once."""
+    """The result does not depend on the size of the window in memory."""
     monkeypatch.setattr(source, "WINDOW_BYTES", 3_000_001)
     done = exported(saved, tmp_path / "model.pth", "torch", keys=KeyRules(include=["large", "odd.*"]))
     assert_equal(torch.load(tmp_path / "model.pth"), {"large": saved[1]["large"], "odd": saved[1]["odd"]})
@@ -67,7 +67,9 @@ def test_windows_smaller_than_a_row_give_the_same(
 
 
 def test_safetensors_are_read_by_their_own_package(saved: Saved, tmp_path: Path) -> None:
-    """One file if all fits; else files of a bounded size and the index; without what is no tensor, which is named."""
+    """One file if everything fits, else files of a limited size and an index. Entries without a tensor are skipped and
+    listed.
+    """
     library = pytest.importorskip("safetensors.torch")
     wanted = tensors_of(saved[1])
     done = exported(saved, tmp_path / "one", "safetensors")
@@ -86,20 +88,20 @@ def test_safetensors_are_read_by_their_own_package(saved: Saved, tmp_path: Path)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 200
 
 
-def test_what_safetensors_cannot_hold_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has the number of entries and the first names, however many there are."""
+def test_entries_that_safetensors_cannot_hold_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line has the number of skipped entries and the first names."""
     state = {"w": torch.ones(2), **{f"counter{number}": number for number in range(9)}}
     writer = ReplicatedWriter(tmp_path / "node", copies=1)
     dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
     command = ["export", "step-1", "--root", str(tmp_path / "node"), "--to", "safetensors", str(tmp_path / "out")]
     assert main(command) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "counter" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "counter" in line]
     names = "counter0, counter1, counter2, counter3 and 5 more"
-    assert told == [f"export: left out 9 entries without a tensor, which safetensors files cannot hold: {names}"]
+    assert lines == [f"export: left out 9 entries without a tensor, which safetensors files cannot hold: {names}"]
 
 
 def test_a_dcp_directory_is_read_by_stock_torch(saved: Saved, tmp_path: Path) -> None:
-    """By FileSystemReader, without this package; several shards if the limit says so."""
+    """FileSystemReader loads it without this package. With a size limit there are several shards."""
     exported(saved, tmp_path / "plain", "dcp", shard_size_limit="10KB")
     state = blank(saved[1])
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "plain"))
@@ -108,7 +110,7 @@ def test_a_dcp_directory_is_read_by_stock_torch(saved: Saved, tmp_path: Path) ->
 
 
 def test_keys_are_chosen_and_renamed(saved: Saved, tmp_path: Path) -> None:
-    """The weights alone, as a model without the `model.` level takes them, by the command line."""
+    """The command exports only the weights, without the `model.` prefix."""
     library = pytest.importorskip("safetensors.torch")
     command = ["export", "step-1", "--root", str(saved[0]), "--include", "model.*", "--strip-prefix", "model."]
     assert main([*command, "--to", "torch", str(tmp_path / "m.pth")]) == 0
@@ -121,7 +123,7 @@ def test_keys_are_chosen_and_renamed(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*will not be loaded by default")
 def test_objects_that_need_trust_are_not_unpickled_without_it(tmp_path: Path) -> None:
-    """They are named; with trust, or left out, the export is made."""
+    """The error names the objects. The export works with trust, or without these objects."""
     saved = tmp_path / "root", checkpoint(tmp_path / "root", scheduled())
     with pytest.raises(ObjectUnsafe, match=r"'schedule'.*tests\.convert\.states\.Schedule") as raised:
         exported(saved, tmp_path / "m.pth", "torch")
@@ -133,8 +135,10 @@ def test_objects_that_need_trust_are_not_unpickled_without_it(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*will not be loaded by default")
-def test_an_object_of_a_class_that_is_not_here_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trust alone does not bring it: the error says what is missing, in a checkpoint and in a torch file."""
+def test_an_object_of_a_missing_class_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that cannot be imported is named in the error, for a checkpoint and for a torch file, although pickles
+    are trusted.
+    """
     saved = tmp_path / "root", checkpoint(tmp_path / "root", scheduled())
     torch.save(scheduled(), tmp_path / "m.pth")
     monkeypatch.delattr(states, "Schedule")
@@ -146,8 +150,8 @@ def test_an_object_of_a_class_that_is_not_here_is_said(tmp_path: Path, monkeypat
 
 
 def test_tensors_inside_objects_are_written(tmp_path: Path) -> None:
-    """A tuple of tensors is one object to DCP; gradients stay wanted."""
-    seen_otherwise = torch.tensor([1 + 2j]).conj(), torch._neg_view(torch.ones(2))  # memory has the other sign
+    """DCP treats a tuple of tensors as one object. `requires_grad` survives."""
+    seen_otherwise = torch.tensor([1 + 2j]).conj(), torch._neg_view(torch.ones(2))  # the memory has the opposite sign
     state = {"pair": (torch.arange(5), torch.ones(2, requires_grad=True), *seen_otherwise)}
     saved = tmp_path / "root", checkpoint(tmp_path / "root", state)
     exported(saved, tmp_path / "m.pth", "torch")
@@ -168,14 +172,14 @@ def test_tensors_inside_objects_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_write_nothing(saved: Saved, tmp_path: Path, arguments: list[str], code: int) -> None:
-    """And have the exit code of their kind."""
+    """Each kind of wrong argument has its exit code."""
     made = [argument.replace("PATH", str(tmp_path / "out")) for argument in arguments]
     assert main(["export", *made, "--root", str(saved[0])]) == code
     assert entries(tmp_path) == []
 
 
-def test_there_must_be_a_place_to_read_from(tmp_path: Path) -> None:
-    """A root that does not exist is not created; no root and no bucket is an error of usage."""
+def test_an_export_needs_an_existing_source(tmp_path: Path) -> None:
+    """A missing root is not created. Without root and bucket, the command is a usage error."""
     command = ["export", "step-1", "--to", "torch", str(tmp_path / "x")]
     assert main([*command, "--root", str(tmp_path / "none")]) == 3
     assert main(command) == 2
@@ -185,8 +189,8 @@ def test_there_must_be_a_place_to_read_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
-def test_what_exists_is_replaced_only_on_demand(saved: Saved, tmp_path: Path, format_: str) -> None:
-    """And a directory never if it holds anything else."""
+def test_an_existing_output_is_replaced_only_on_demand(saved: Saved, tmp_path: Path, format_: str) -> None:
+    """An existing output is replaced only with `overwrite`, and never if the directory holds other files."""
     out, rules = tmp_path / "out", KeyRules(include=["model.*"])
     exported(saved, out, format_, keys=rules)
     with pytest.raises(ConfigInvalid, match="exists"):
@@ -203,8 +207,8 @@ def test_what_exists_is_replaced_only_on_demand(saved: Saved, tmp_path: Path, fo
         exported(saved, out, "torch", keys=rules, overwrite=True)
 
 
-def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -> None:
-    """And a living one is not disturbed."""
+def test_the_remains_of_a_killed_export_are_replaced(saved: Saved, tmp_path: Path) -> None:
+    """An export replaces the remains of a killed one, and refuses the output of a running one."""
     (tmp_path / ".out.part").mkdir()
     (tmp_path / ".out.part" / "half").write_text("x")
     exported(saved, tmp_path / "out", "dcp", keys=KeyRules(include=["model.*"]))
@@ -224,8 +228,8 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 @pytest.mark.parametrize("format_", ["torch", "dcp"])
-def test_what_another_user_has_prepared_is_not_written_to(saved: Saved, tmp_path: Path, format_: str) -> None:
-    """Its owner could put other bytes there once they were verified, and before they have their name."""
+def test_a_temporary_directory_of_another_user_is_refused(saved: Saved, tmp_path: Path, format_: str) -> None:
+    """The owner of the temporary directory could replace the bytes after they were verified."""
     part = tmp_path / ".out.part"
     part.mkdir()
     os.chown(part, 65534, 65534)
@@ -235,10 +239,10 @@ def test_what_another_user_has_prepared_is_not_written_to(saved: Saved, tmp_path
     assert entries(part) == []
 
 
-def test_what_is_not_read_back_is_an_error_of_ours(
+def test_a_disk_error_on_read_back_is_a_store_error(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fails under what was written there, at the last look: no defect of ours, and nothing is left."""
+    """The disk fails when the output is read back: a StoreError is raised, and no file remains."""
     read = Path.read_bytes
 
     def fail(path: Path) -> bytes:
@@ -253,10 +257,10 @@ def test_what_is_not_read_back_is_an_error_of_ours(
 
 
 @pytest.mark.parametrize("format_", ["torch", "dcp"])
-def test_what_cannot_be_cleared_away_at_the_end_fails_nothing(
+def test_a_failed_cleanup_does_not_fail_the_export(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str
 ) -> None:
-    """The output is at its place, read back: it was said to have failed. The next export clears the rest away."""
+    """The export succeeds although the old output cannot be deleted. The next export deletes it."""
     place = tmp_path / "out"
     exported(saved, place, format_)
 
@@ -266,15 +270,17 @@ def test_what_cannot_be_cleared_away_at_the_end_fails_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(os, "rmdir", refuse)
         exported(saved, place, format_, overwrite=True)
-    assert len(entries(tmp_path)) == 2, "something was left"
+    assert len(entries(tmp_path)) == 2, "the old output is still there"
     exported(saved, place, format_, overwrite=True)
     assert entries(tmp_path) == ["out"]
 
 
-def test_one_that_another_process_publishes_at_that_moment_is_its_own(
+def test_an_output_that_another_process_publishes_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place beside it is gone between two looks: that is said, and no descriptor stays open."""
+    """The temporary directory is renamed by another process before it is locked: the export is refused, and no
+    descriptor leaks.
+    """
     place = tmp_path / "out"
 
     def lock(fd: int, how: int) -> None:
@@ -293,7 +299,7 @@ def test_one_that_another_process_publishes_at_that_moment_is_its_own(
 def test_a_disk_without_room_is_left_as_it_was(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str
 ) -> None:
-    """It is found out before anything is written, or, if somebody else fills the disk meanwhile, by the write itself."""
+    """A full disk is detected before the first write, or by a write if it fills up meanwhile. No file remains."""
     room = os.statvfs(tmp_path)
     full = os.statvfs_result((*room[:3], 0, 0, *room[5:]))
     with monkeypatch.context() as patched:
@@ -302,38 +308,38 @@ def test_a_disk_without_room_is_left_as_it_was(
             exported(saved, tmp_path / "out", format_)
     real, left = durable.write_all, [1_000_000]
 
-    def fills_up(fd: int, data: memoryview) -> None:
+    def fill_up(fd: int, data: memoryview) -> None:
         left[0] -= len(data)
         if left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(fd, data)
 
-    monkeypatch.setattr(output, "write_all", fills_up)
+    monkeypatch.setattr(output, "write_all", fill_up)
     with pytest.raises(StoreFull):
         exported(saved, tmp_path / "out", format_)
     assert entries(tmp_path) == []
 
 
-def test_it_is_read_back_before_it_is_said_to_be_done(
+def test_an_output_is_read_back_before_the_export_ends(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that stores other bytes than it was given is found out."""
+    """A disk that stores wrong bytes is detected."""
     real = durable.write_all
 
-    def lies(fd: int, data: memoryview) -> None:
+    def flip_a_bit(fd: int, data: memoryview) -> None:
         copy = bytearray(data)
         if len(copy) > 1_000_000:
             copy[500_000] ^= 1
         real(fd, memoryview(copy))
 
-    monkeypatch.setattr(output, "write_all", lies)
+    monkeypatch.setattr(output, "write_all", flip_a_bit)
     with pytest.raises(ObjectCorrupt, match="read back"):
         exported(saved, tmp_path / "out", "torch")
     assert entries(tmp_path) == []
 
 
 def test_a_damaged_store_exports_nothing(tmp_path: Path) -> None:
-    """No wrong byte gets out: without an intact copy there is no output, and the exit code says so."""
+    """Without an intact copy there is no output, and the exit code is 4."""
     root = tmp_path / "root"
     checkpoint(root, {"weight": torch.arange(300_000)})
     shard = root / "step-1" / "__0_0.distcp"
@@ -346,7 +352,7 @@ def test_a_damaged_store_exports_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_", mark_long(["torch", "dcp"], keep=["torch"]))
 def test_a_tensor_of_another_layout_is_refused(tmp_path: Path, format_: Any) -> None:
-    """A format of plain elements has no place for a sparse or a quantized one: it is named, and can be left out."""
+    """Sparse and quantized tensors are refused by name, with the option that excludes them."""
     kinds = {
         "sparse": torch.eye(3).to_sparse(),
         "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
@@ -360,14 +366,14 @@ def test_a_tensor_of_another_layout_is_refused(tmp_path: Path, format_: Any) -> 
 
 
 def test_a_tensor_of_which_parts_are_missing_is_refused() -> None:
-    """It would be filled up with whatever memory held."""
+    """The missing parts would contain arbitrary memory."""
     entry = source.TensorEntry("w", "w", ("w",), torch.float32, (4, 2), (Chunk((0, 0), (2, 2)),))
     with pytest.raises(ConfigInvalid, match="only a part of 'w'"):
         source.check_covered(entry)
 
 
-def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
-    """In one pass, under a part's name first; a directory alike, and replaced on demand only."""
+def test_exports_to_a_url(saved: Saved, tmp_path: Path) -> None:
+    """Files and directories at a URL are written under a temporary name first, and replaced only with `overwrite`."""
     url = f"file://{tmp_path}/bucket"
     exported(saved, f"{url}/m.pth", "torch")  # type: ignore[arg-type]
     assert_equal(torch.load(tmp_path / "bucket" / "m.pth"), contents())
@@ -392,13 +398,15 @@ def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
 
 
 def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is smaller than a megabyte is not "0 of 0 MB", and one tensor is no "1 tensors"."""
+    """Sizes below a megabyte and single tensors are printed correctly."""
     with Printer("export") as printer:
-        printer._shown_at -= 2  # a line a second
+        printer._shown_at -= 2  # one line a second
         printer.show(Progress("writing", 10, 40))
         printer.show(Progress("verifying", 40, 40))
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"export: 10 B of 40 B \(25%\) written, [\d.]+ [kM]?B/s, \d s left\nexport: verifying\n", said)
+    printed = capsys.readouterr().err
+    assert re.fullmatch(
+        r"export: 10 B of 40 B \(25%\) written, [\d.]+ [kM]?B/s, \d s left\nexport: verifying\n", printed
+    )
     one, more = (Converted("step-1", "x", count, count, count, 0.2) for count in (1, 2))
     assert describe_converted(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
     assert describe_converted(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"

@@ -1,4 +1,4 @@
-"""Export of a checkpoint that stock torch wrote: it has no manifest and no checksums but those of its zip containers."""
+"""Export of a checkpoint of stock torch, which has no manifest, and no checksums but those of its zip containers."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def stock(root: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_it_is_exported_as_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, although the export asks for pieces of its items."""
+def test_a_stock_checkpoint_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values are exported, although the export reads items in pieces."""
     monkeypatch.setattr(items_source, "PIECE_BYTES", 4096)
     state = stock(tmp_path / "root")
     with pytest.warns(ReplicatedCkptWarning, match="stock torch wrote it"):
@@ -32,7 +32,7 @@ def test_it_is_exported_as_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_flipped_bit_is_not_exported(tmp_path: Path) -> None:
-    """The CRC32 that torch.save left in the item finds it; nothing is written."""
+    """The CRC32 of the zip container detects it, and nothing is written."""
     stock(tmp_path / "root")
     shard = tmp_path / "root" / "step-1" / "__0_0.distcp"
     flip(shard)

@@ -1,4 +1,4 @@
-"""torch's own converters, `torch.distributed.checkpoint.format_utils`, on what this package writes and reads."""
+"""Torch's own converters in `torch.distributed.checkpoint.format_utils` with checkpoints of this package."""
 
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ Saved = tuple[Path, dict[str, Any]]
 
 
 def test_dcp_to_torch_save_reads_a_nodes_directory(saved: Saved, tmp_path: Path) -> None:
-    """It takes a directory, and any node's that has all shards is one."""
+    """It reads the checkpoint directory of any node that has all shards."""
     dcp_to_torch_save(saved[0] / "step-1", tmp_path / "m.pth")
     assert_equal(torch.load(tmp_path / "m.pth"), saved[1])
 
 
 def test_everything_is_read_by_one_process(saved: Saved) -> None:
-    """`_load_state_dict` with the planner that learns the state dict from the metadata, as one rank uses it alone."""
+    """`_load_state_dict` with the planner that builds the state dict from the metadata."""
     state: dict[str, Any] = {}
     reader = ReplicatedReader(saved[0])
     reader.reset("step-1")
@@ -36,8 +36,8 @@ def test_everything_is_read_by_one_process(saved: Saved) -> None:
     assert_equal(state, saved[1])
 
 
-def test_what_torch_save_to_dcp_wrote_is_imported(tmp_path: Path) -> None:
-    """Its directory becomes a checkpoint with manifest and checksums."""
+def test_the_output_of_torch_save_to_dcp_is_imported(tmp_path: Path) -> None:
+    """The directory becomes a checkpoint with manifest and checksums."""
     torch.save(contents(), tmp_path / "m.pth")
     torch_save_to_dcp(tmp_path / "m.pth", tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", "step-1", format="dcp", root=tmp_path / "root", copies=1)

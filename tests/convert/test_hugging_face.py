@@ -1,4 +1,6 @@
-"""Torch's storage for Hugging Face files, and ours: each reads what the other wrote, and parts are not taken for wholes."""
+"""Torch's storage for Hugging Face files and this package read each other's files, and refuse the parts of a single
+rank.
+"""
 
 import inspect
 from pathlib import Path
@@ -16,7 +18,7 @@ from replicated_ckpt.errors import ConfigInvalid
 from tests.convert.states import blank, checkpoint
 
 save_file = pytest.importorskip("safetensors.torch").save_file
-if not hasattr(dcp, "HuggingFaceStorageWriter"):  # torch 2.7 has it under private names, 2.8 here
+if not hasattr(dcp, "HuggingFaceStorageWriter"):  # public from torch 2.8 on
     pytest.skip("this torch has no public storage for Hugging Face files", allow_module_level=True)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -26,7 +28,7 @@ pytestmark = [
 DISTRIBUTED = {"save_distributed": True}
 writes_distributed = pytest.mark.skipif(
     not DISTRIBUTED.keys() <= inspect.signature(dcp.HuggingFaceStorageWriter).parameters.keys(),
-    reason="this torch's storage for Hugging Face files writes them whole alone",  # 2.8
+    reason="this torch writes Hugging Face files only whole",  # 2.8
 )
 
 
@@ -46,7 +48,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize("shard_size_limit", [1 << 30, 50])
 def test_torch_reads_what_we_export(tmp_path: Path, shard_size_limit: int) -> None:
-    """HuggingFaceStorageReader takes a directory of `--to safetensors`, of one file or of several."""
+    """HuggingFaceStorageReader reads the output of `--to safetensors`, of one file or several."""
     state = checkpoint(tmp_path / "root", weights())
     export_checkpoint(
         "step-1", tmp_path / "hf", format="safetensors", root=tmp_path / "root", shard_size_limit=shard_size_limit
@@ -61,7 +63,7 @@ def test_torch_reads_what_we_export(tmp_path: Path, shard_size_limit: int) -> No
     "options", [{}, pytest.param(DISTRIBUTED | {"enable_consolidation": True}, marks=writes_distributed)]
 )
 def test_we_import_what_torch_writes(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A checkpoint of HuggingFaceStorageWriter, written whole or put together from ranks' files, loads as one of ours."""
+    """A checkpoint of HuggingFaceStorageWriter, whole or consolidated, is imported and loads."""
     state = weights()
     save_with_torch(state, tmp_path / "hf", **options)
     import_checkpoint(tmp_path / "hf", "step-7", format="safetensors", root=tmp_path / "root", copies=1)
@@ -72,11 +74,11 @@ def test_we_import_what_torch_writes(tmp_path: Path, options: dict[str, Any]) ->
 
 @writes_distributed
 @pytest.mark.parametrize("is_renamed", [False, True])
-def test_a_ranks_file_is_not_taken_for_a_whole(tmp_path: Path, is_renamed: bool) -> None:
-    """It has parts of tensors under their names: the error names the file and what puts the ranks' files together."""
+def test_the_file_of_one_rank_is_refused(tmp_path: Path, is_renamed: bool) -> None:
+    """The error names the file of a single rank, and the option that consolidates the ranks' files."""
     save_with_torch(weights(), tmp_path / "hf", **DISTRIBUTED)
     (written,) = (tmp_path / "hf").iterdir()
-    if is_renamed:  # then what it says of places tells a second rank's part
+    if is_renamed:  # only the offsets show that the file is a part
         raw = written.read_bytes().replace(rb"\"saved_offsets\": [0, 0]", rb"\"saved_offsets\": [3, 0]")
         written.unlink()
         written = written.with_name("model.safetensors")
@@ -88,8 +90,8 @@ def test_a_ranks_file_is_not_taken_for_a_whole(tmp_path: Path, is_renamed: bool)
     assert not (tmp_path / "root" / "step-7").exists()
 
 
-def test_a_whole_is_loaded_by_its_names_alone(tmp_path: Path) -> None:
-    """`_load_state_dict_from_keys` brings everything, or what is named, without a state dict to load into."""
+def test_keys_are_loaded_without_a_state_dict(tmp_path: Path) -> None:
+    """`_load_state_dict_from_keys` loads everything, or the named keys, without a state dict to load into."""
     state = checkpoint(tmp_path / "root", weights())
     root = tmp_path / "root"
     assert_same(load_by_names(storage_reader=ReplicatedReader(root), checkpoint_id="step-1"), state)
@@ -99,7 +101,7 @@ def test_a_whole_is_loaded_by_its_names_alone(tmp_path: Path) -> None:
 
 
 class Tied(torch.nn.Module):
-    """A model whose output layer is its embedding, as language models have it."""
+    """A model whose output layer shares its weight with the embedding, like many language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +110,10 @@ class Tied(torch.nn.Module):
         self.lm_head.weight = self.embed.weight
 
 
-def test_the_name_of_a_tied_weight_that_is_missing(tmp_path: Path) -> None:
-    """`save_pretrained` writes one of two names. A load that asks for both says which is missing, or fills both."""
+def test_a_missing_name_of_a_tied_weight(tmp_path: Path) -> None:
+    """`save_pretrained` writes one of the two names. A load of both raises for the missing one, or fills both with a
+    partial load.
+    """
     saved, loaded = Tied(), Tied()
     save_file({"embed.weight": saved.embed.weight.detach().clone()}, tmp_path / "model.safetensors")
     import_checkpoint(tmp_path / "model.safetensors", "step-0", format="safetensors", root=tmp_path / "root", copies=1)

@@ -1,4 +1,4 @@
-"""Import: what others wrote becomes a checkpoint of ours, which loads as any other."""
+"""Import: files of other writers become a checkpoint that loads like any other."""
 
 import io
 import itertools
@@ -54,7 +54,7 @@ def loaded(root: Path, like: Any, checkpoint_id: str = "step-7") -> Any:
 
 
 def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nested, objects included; read by windows; with a manifest that asks for the copies that are wanted."""
+    """Nested values and objects are imported, read by windows. The manifest has the wanted number of copies."""
     monkeypatch.setattr(source, "WINDOW_BYTES", 3_000_001)
     state = contents()
     state["view"] = state["large"][1:, 5:100]
@@ -67,7 +67,7 @@ def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
 
 
 def overstated(directory: Path) -> Path:
-    """A directory of stock DCP whose .metadata gives a tensor of four numbers 2**50 of them."""
+    """A stock DCP directory whose .metadata describes a tensor of 4 elements as one of 2**50."""
     dcp.save({"a": torch.arange(4.0)}, checkpoint_id=directory, no_dist=True)
     metadata, size = dcp.FileSystemReader(directory).read_metadata(), torch.Size((1 << 50,))
     described = metadata.state_dict_metadata["a"]
@@ -79,8 +79,8 @@ def overstated(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
-def test_a_small_file_that_describes_a_huge_tensor_costs_nothing(tmp_path: Path, format_: Any) -> None:
-    """Import and export compare what `.metadata` says with the item before they list windows of 64 MiB of it."""
+def test_a_small_file_that_describes_a_huge_tensor_is_refused(tmp_path: Path, format_: Any) -> None:
+    """Import and export compare the described size with the item before they allocate."""
     with pytest.raises(ObjectCorrupt, match=f"a tensor of {1 << 52} bytes in an item of"):
         imported(overstated(tmp_path / "stock"), tmp_path / "root", "dcp")
     overstated(tmp_path / "own" / "step-1")
@@ -95,7 +95,7 @@ def test_a_small_file_that_describes_a_huge_tensor_costs_nothing(tmp_path: Path,
 
 
 def test_windows_are_listed_as_they_are_read() -> None:
-    """A tensor of any size costs no memory before its first window is wanted."""
+    """A tensor of any size uses no memory before its first window is read."""
     entry = source.TensorEntry("w", "w", ("w",), torch.float32, (1 << 60,), (Chunk.whole((1 << 60,)),))
 
     class Zeros:
@@ -106,8 +106,8 @@ def test_windows_are_listed_as_they_are_read() -> None:
     assert first is second is entry
 
 
-def test_tensors_that_are_seen_otherwise_than_they_lie_keep_their_values(tmp_path: Path) -> None:
-    """A conjugate or negated view is contiguous, and its memory has the numbers of the other sign."""
+def test_conjugate_and_negated_views_keep_their_values(tmp_path: Path) -> None:
+    """A conjugate or negated view is contiguous, but its memory has other values."""
     state = {"conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(), "negated": torch._neg_view(torch.arange(3.0))}
     torch.save(state, tmp_path / "m.pth")
     imported(tmp_path / "m.pth", tmp_path / "root", "torch")
@@ -116,7 +116,7 @@ def test_tensors_that_are_seen_otherwise_than_they_lie_keep_their_values(tmp_pat
 
 
 def test_safetensors_become_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file, or a directory by its index, under the level of the state dict that the names are to have."""
+    """A file, or a directory with an index, is imported with a prefix added or removed."""
     library = pytest.importorskip("safetensors.torch")
     weights = tensors_of({"a": contents()["model"], "b": contents()["odd"]})
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
@@ -131,7 +131,7 @@ def test_safetensors_become_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_stock_directory_becomes_a_checkpoint(tmp_path: Path) -> None:
-    """Chunks as they lie there, objects included."""
+    """All chunks and objects are imported."""
     state = contents()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
     imported(tmp_path / "stock", tmp_path / "root", "dcp")
@@ -139,7 +139,7 @@ def test_a_stock_directory_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code says that it is there; nothing of it is touched."""
+    """Without `--overwrite` the exit code is 1, and the checkpoint stays unchanged."""
     for number in (1, 2):
         torch.save({"a": torch.full((3,), number)}, tmp_path / f"{number}.pth")
     imported(tmp_path / "1.pth", tmp_path / "root", "torch")
@@ -154,10 +154,10 @@ def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (TypeError, 70)])
-def test_the_exit_code_says_how_it_ended(
+def test_the_exit_code_is_that_of_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
 ) -> None:
-    """DCP wraps an interrupt as any other error, in one that no handler of errors takes."""
+    """DCP wraps an interrupt in a CheckpointException: the exit code is that of the interrupt all the same."""
 
     def ends(*_: object) -> None:
         raise error("by test")
@@ -182,7 +182,7 @@ def bytes_at(start: int, end: int) -> dict[str, Any]:
 
 
 def deflated(value: Any) -> bytes:
-    """What torch.save would write if it compressed its records: most readers unpack them, however large they get."""
+    """A file of torch.save with compressed records, which expand to any size when they are read."""
     buffer = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(pickled(value))) as source,
@@ -200,7 +200,7 @@ def pickled(value: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("format_", "raw", "said"),
+    ("format_", "raw", "message"),
     [
         ("torch", None, "does not exist"),
         ("torch", b"nothing", "not a file of torch.save"),
@@ -237,19 +237,19 @@ def pickled(value: Any) -> bytes:
         ("dcp", b"x", "no .metadata"),
     ],
 )
-def test_what_is_no_such_file_is_refused(tmp_path: Path, format_: str, raw: bytes | None, said: str) -> None:
-    """With what is wrong; no store is written to."""
+def test_an_invalid_file_is_refused(tmp_path: Path, format_: str, raw: bytes | None, message: str) -> None:
+    """The error says what is wrong, and no store is created."""
     path = tmp_path / "given"
     if raw is not None:
         path.write_bytes(raw)
-    with pytest.raises(ConfigInvalid, match=said):
+    with pytest.raises(ConfigInvalid, match=message):
         imported(path, tmp_path / "root", format_)
     assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*will not be loaded by default")
 def test_a_torch_file_with_objects_needs_trust(tmp_path: Path) -> None:
-    """Its pickles run code only if they are told to be trusted."""
+    """Pickles run code only with `trust_pickles`."""
     torch.save(scheduled(), tmp_path / "m.pth")
     with pytest.raises(ObjectUnsafe, match=r"tests\.convert\.states\.Schedule") as raised:
         imported(tmp_path / "m.pth", tmp_path / "root", "torch")
@@ -261,8 +261,8 @@ def test_a_torch_file_with_objects_needs_trust(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_stock_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -> None:
-    """The file is named before anything is saved."""
+def test_an_incomplete_stock_directory_is_refused(tmp_path: Path, damage: str) -> None:
+    """The missing or short file is named, and nothing is saved."""
     dcp.save(contents(), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
     shard = tmp_path / "stock" / "__0_0.distcp"
     raw = shard.read_bytes()
@@ -282,15 +282,15 @@ def test_a_stock_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: 
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "a"),
     ],
 )
-def test_an_index_that_says_two_things_is_refused(tmp_path: Path, raw: str, twice: str) -> None:
-    """A name twice in one object, at any depth: which one counts is for each reader to choose, and none chooses here."""
+def test_an_index_with_a_duplicate_key_is_refused(tmp_path: Path, raw: str, twice: str) -> None:
+    """A duplicate key at any depth is refused, because readers differ in which value they use."""
     (tmp_path / "model.safetensors.index.json").write_text(raw)
     with pytest.raises(ConfigInvalid, match=f"'{twice}' is there twice"):
         imported(tmp_path, tmp_path / "root", "safetensors")
 
 
-def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Also a file outside the directory."""
+def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """A missing file and a file outside the directory are refused."""
     for name in ("model-00001-of-00001.safetensors", "../x"):
         index = {"metadata": {}, "weight_map": {"a": name}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -298,8 +298,8 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> Non
             imported(tmp_path, tmp_path / "root", "safetensors")
 
 
-def test_an_index_says_what_has_to_be_there(tmp_path: Path) -> None:
-    """A tensor that it names and no file has was left out; of two indexes, of two variants, the first one was taken."""
+def test_an_index_must_match_its_files(tmp_path: Path) -> None:
+    """A tensor that no file has is an error, and so are several indexes."""
     library = pytest.importorskip("safetensors.torch")
     library.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     index = tmp_path / "model.safetensors.index.json"
@@ -318,8 +318,8 @@ def test_an_index_says_what_has_to_be_there(tmp_path: Path) -> None:
     [("safetensors", "model.safetensors"), ("safetensors", "model.safetensors.index.json"), ("dcp", ".metadata")],
 )
 @pytest.mark.parametrize("way", ["a pipe", "a terabyte"])
-def test_what_is_no_file_hangs_no_import(tmp_path: Path, format_: str, name: str, way: str) -> None:
-    """A directory from elsewhere may hold a pipe, which nobody writes, or a file of a terabyte, in a file's place."""
+def test_a_pipe_or_a_huge_file_does_not_block_an_import(tmp_path: Path, format_: str, name: str, way: str) -> None:
+    """A pipe or a file of a terabyte has the name of a file: the import fails soon, without much memory."""
     if way == "a pipe":
         os.mkfifo(tmp_path / name)
     else:
@@ -331,8 +331,8 @@ def test_what_is_no_file_hangs_no_import(tmp_path: Path, format_: str, name: str
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("way", ["a link", "a pipe"])
-def test_an_import_takes_plain_files_alone(tmp_path: Path, name: str, way: str) -> None:
-    """A link in a directory from elsewhere chooses no other file of the importing user, and a pipe is not waited for."""
+def test_an_import_reads_only_regular_files(tmp_path: Path, name: str, way: str) -> None:
+    """A symbolic link is not followed, and a pipe is not opened."""
     directory, elsewhere = tmp_path / "stock", tmp_path / "private"
     dcp.save({"a": torch.arange(4.0)}, checkpoint_id=directory, no_dist=True)
     (directory / name).rename(elsewhere)
@@ -349,7 +349,7 @@ def test_an_import_takes_plain_files_alone(tmp_path: Path, name: str, way: str) 
 
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_pipe_is_no_torch_file(tmp_path: Path, *, trust: bool) -> None:
-    """It would be waited for without end."""
+    """An open of a pipe would wait forever."""
     os.mkfifo(tmp_path / "m.pth")
     with pytest.raises(ConfigInvalid, match="does not exist"):
         imported(tmp_path / "m.pth", tmp_path / "root", "torch", trust_pickles=trust)
@@ -357,7 +357,7 @@ def test_a_pipe_is_no_torch_file(tmp_path: Path, *, trust: bool) -> None:
 
 @pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
 def test_a_path_with_a_nul_is_refused(tmp_path: Path, format_: str) -> None:
-    """As any other that cannot be: what a program was given as a path, and what an index names."""
+    """A NUL in a path argument, or in an index, is an error like any other invalid path."""
     with pytest.raises(ConfigInvalid):
         imported(tmp_path / "a\0b", tmp_path / "root", format_)
     torch.save({"a": torch.ones(2)}, tmp_path / "m.pth")
@@ -373,8 +373,10 @@ def test_a_path_with_a_nul_is_refused(tmp_path: Path, format_: str) -> None:
         main(["ls", "--root", str(tmp_path / "a\0b")])
 
 
-def test_an_object_larger_than_the_memory_is_an_error_of_ours(tmp_path: Path) -> None:
-    """A sparse file and 300 bytes of `.metadata` make one: import, export and load name it, and how to go without it."""
+def test_an_object_larger_than_the_memory_is_a_store_error(tmp_path: Path) -> None:
+    """A sparse file and a small `.metadata` describe an item of 8 GiB: import, export and load name it, and how to
+    exclude it.
+    """
     directory = tmp_path / "root" / "step-1"
     dcp.save({"a": "text"}, checkpoint_id=directory, no_dist=True)
     metadata = dcp.FileSystemReader(directory).read_metadata()

@@ -1,4 +1,4 @@
-"""Conversions of many entries: each is read once, together with its neighbours, and looked up once."""
+"""Conversions of many entries: each entry is read once, together with its neighbours, and looked up once."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ LAYERS = 12
 
 
 def layers() -> dict[str, Any]:
-    """Each layer has a large tensor, a small one and a number."""
+    """Layers with a large tensor, a small one and a number each."""
     state: dict[str, Any] = {}
     for n in range(LAYERS):
         state[f"layer{n}"] = {"weight": torch.full((1 << 16,), n), "bias": torch.full((9,), n), "step": n}
@@ -25,7 +25,7 @@ def layers() -> dict[str, Any]:
 
 
 def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has the number of ranges for each time that a conversion has a checkpoint read."""
+    """Records the number of ranges of each read of a checkpoint."""
     counts: list[int] = []
     read_data = ReplicatedReader.read_data
 
@@ -38,26 +38,26 @@ def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_each_entry_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small entries are written before large ones, and read in that order, a window at a time; progress ends at 100%."""
-    monkeypatch.setattr(source, "WINDOW_BYTES", 2 << 20)  # of four layers
-    state, told = layers(), list[Progress]()
+    """Entries are read window by window, in the order of the shard. The progress ends at 100 %."""
+    monkeypatch.setattr(source, "WINDOW_BYTES", 2 << 20)  # four layers
+    state, progress = layers(), list[Progress]()
     torch.save(state, tmp_path / "model.pth")
     root = tmp_path / "root"
-    import_checkpoint(tmp_path / "model.pth", "step-1", format="torch", root=root, copies=1, progress=told.append)
+    import_checkpoint(tmp_path / "model.pth", "step-1", format="torch", root=root, copies=1, progress=progress.append)
     assert main(["verify", "step-1", "--root", str(root)]) == 0
-    assert [each.step for each in told].count("verifying") == 1
-    assert max(each.done_bytes for each in told) == told[-1].total_bytes
+    assert [each.step for each in progress].count("verifying") == 1
+    assert max(each.done_bytes for each in progress) == progress[-1].total_bytes
     reads = reads_of(monkeypatch)
     for format_ in ("torch", "dcp"):
-        export_checkpoint("step-1", tmp_path / format_, format=format_, root=root, progress=told.append)
-        assert max(each.done_bytes for each in told) == told[-1].total_bytes
+        export_checkpoint("step-1", tmp_path / format_, format=format_, root=root, progress=progress.append)
+        assert max(each.done_bytes for each in progress) == progress[-1].total_bytes
     assert_equal(torch.load(tmp_path / "torch"), state)
     assert sum(reads) == 2 * 3 * LAYERS
-    assert len(reads) <= 2 * 5, "a load for each object, say"
+    assert len(reads) <= 2 * 5, "too many reads, such as one for each object"
 
 
 def test_the_keys_that_are_left_out_are_found_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys were made a set of anew for each key: 20,000 took twice as long as all the rest."""
+    """The set of all keys is built once, not once for each key."""
     checkpoint(tmp_path / "root", layers())
     looks: list[str] = []
     look = source.Contents.__getattribute__

@@ -1,4 +1,4 @@
-"""Conversions hold a window in memory, not a model and not a tensor."""
+"""Conversions hold one window in memory, not a whole model or tensor."""
 
 import os
 import subprocess
@@ -40,14 +40,13 @@ print(libraries, before, status("VmHWM"))
 """
 
 GROWTH_BYTES = 160e6
-"""A window is 67 MB of it; pieces on their way and, on import, the buffers of the writer are the rest. Measured: 95 MB with
+"""A window has 67 MB. The rest are pieces in transit and, on import, the buffers of the writer. Measured: 95 MB with
 Python 3.11 on Debian 12, 135 MB with 3.13 on Debian 13."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a process that converts, in bytes: the pages of libraries in it and its peak, both when everything was imported,
-    and its peak at its end."""
+    """Bytes of a converting process: mapped libraries and peak after the imports, and peak at the end."""
 
     libraries: int
     before: int
@@ -67,7 +66,7 @@ def memory(formats: str, base: Path, way: str, timeout_s: float) -> Memory:
 
 @pytest.mark.parametrize("formats", ["safetensors", long("torch,safetensors,dcp")])
 def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path, formats: str) -> None:
-    """One of 200 MB in each format and back: less than 160 MB more than the imports take."""
+    """A tensor of 200 MB, exported and imported in each format, adds less than 160 MB to the imports."""
     save(tmp_path, 200, 1)
     found = memory(formats, tmp_path, "back", timeout_s=110)
     assert found.after - found.before < GROWTH_BYTES
@@ -77,10 +76,10 @@ def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path, form
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rows", [500, 12])
 def test_two_gigabytes_take_less_than_600_mb(rows: int, tmp_path: Path) -> None:
-    """All of the process, torch included, for each format and back, in large and in small tensors.
+    """The whole process, torch included, for each format and back, with large and with small tensors.
 
-    The pages of libraries that the imports mapped are not counted: the kernel can drop them, and a torch with CUDA has
-    so many that it is beyond 600 MB before it has done anything. With torch for the CPU they fit in, too.
+    The mapped pages of libraries are not counted: the kernel can drop them, and those of a torch with CUDA exceed 600
+    MB alone. With torch for the CPU they are counted, too.
     """
     save(tmp_path, rows, 2000 // rows)
     for format_ in ("torch", "safetensors", "dcp"):

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through chromedriver by the W3C WebDriver protocol; the standard library speaks it."""
+"""A headless Chromium, controlled through chromedriver with the W3C WebDriver protocol and the standard library."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element's id, f
 
 
 class Browser:
-    """One session."""
+    """One WebDriver session."""
 
     def __init__(self, driver_url: str) -> None:
         self._url = driver_url
@@ -28,7 +28,7 @@ class Browser:
         self._call("POST", "/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """The value that JavaScript in the page returns."""
+        """Runs JavaScript in the page, and returns its value."""
         return self._call("POST", "/execute/sync", {"script": script, "args": []})
 
     def type_into(self, selector: str, text: str) -> None:
@@ -37,7 +37,7 @@ class Browser:
         self._call("POST", f"/element/{found[ELEMENT]}/value", {"text": text})
 
     def emulate(self, command: str, **parameters: Any) -> None:
-        """A command of Chromium's DevTools protocol, of the domain `Emulation`."""
+        """Calls a command of the `Emulation` domain of Chromium's DevTools protocol."""
         self._call("POST", "/goog/cdp/execute", {"cmd": f"Emulation.{command}", "params": parameters})
 
     def quit(self) -> None:
@@ -52,7 +52,7 @@ class Browser:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """A browser with its driver; both have ended when the context has."""
+    """Starts a browser with its driver, and ends both."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

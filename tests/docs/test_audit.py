@@ -1,4 +1,4 @@
-"""`make audit` says what is known, and never takes an index without an answer for one that knows of nothing."""
+"""`make audit` reports vulnerabilities, and never reports success if the package index gave no answer."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SKIPPED = {"name": "skipped", "skip_reason": "Dependency not found on PyPI and c
 
 
 def audited(folder: Path, answer: str) -> tuple[int, str]:
-    """Exit code and output of the tool, with a pip-audit beside its Python that answers so."""
+    """Exit code and output of the tool, with a fake pip-audit that prints `answer`."""
     (folder / "python").symlink_to(sys.executable)
     tool = folder / "pip-audit"
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
@@ -28,7 +28,7 @@ def audited(folder: Path, answer: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("dependencies", "code", "said"),
+    ("dependencies", "code", "message"),
     [
         ([GOOD, GOOD], 0, "2 of 2 pinned packages were looked up, 0 vulnerabilities"),
         ([GOOD, BAD], 1, "bad 2: PYSEC-1, fixed in 3"),
@@ -37,15 +37,15 @@ def audited(folder: Path, answer: str) -> tuple[int, str]:
         ([BAD, SKIPPED], 1, "Nothing is known about the other 1"),
     ],
 )
-def test_what_is_known_and_what_is_not(tmp_path: Path, dependencies: list[Any], code: int, said: str) -> None:
-    """Exit code 0 means that every pinned package was looked up and that nothing is known of any."""
+def test_the_exit_code_follows_the_answer(tmp_path: Path, dependencies: list[Any], code: int, message: str) -> None:
+    """Exit code 0 means that every pinned package was looked up and has no known vulnerability."""
     found = audited(tmp_path, json.dumps({"dependencies": dependencies, "fixes": []}))
     assert found[0] == code
-    assert said in found[1]
+    assert message in found[1]
 
 
-def test_an_audit_that_did_not_run_is_no_good_news(tmp_path: Path) -> None:
-    """Without an answer of pip-audit the tool says so."""
-    code, said = audited(tmp_path, "Traceback: no network")
+def test_an_audit_that_did_not_run_fails(tmp_path: Path) -> None:
+    """Without a valid answer of pip-audit, the exit code is 2."""
+    code, message = audited(tmp_path, "Traceback: no network")
     assert code == 2
-    assert "Nothing was looked up" in said
+    assert "Nothing was looked up" in message

@@ -1,4 +1,4 @@
-"""docs/cli.md has what the command line says of itself."""
+"""docs/cli.md matches the help of the command line."""
 
 import re
 
@@ -7,7 +7,7 @@ from tools.cli_page import help_by_verb
 
 
 def words(text: str) -> list[str]:
-    """Versions of Python break lines and set brackets differently."""
+    """The words of a text. Line breaks and brackets differ between versions of Python."""
     return re.sub(r"[\[\](){}|]", " ", text).split()
 
 
@@ -17,8 +17,8 @@ def shown_by_verb() -> dict[str, str]:
     )
 
 
-def test_each_verb_is_shown_as_its_help_says() -> None:
-    """Every verb with every option, and nothing that is gone; `python -m tools.cli_page` writes it anew."""
+def test_the_page_matches_the_help() -> None:
+    """The page has every command with every option, and nothing else. `python -m tools.cli_page` writes it."""
     assert {verb: words(text) for verb, text in shown_by_verb().items()} == {
         verb: words(text) for verb, text in help_by_verb().items()
     }

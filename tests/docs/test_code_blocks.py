@@ -1,4 +1,4 @@
-"""Code in the documents: each block of Python or shell is run here, or says why not."""
+"""Code in the documents: each block of Python or shell runs here, or has a reason why it does not."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; `mark` is the comment on the line before it, empty where there is none."""
+    """A fenced block. `mark` is the HTML comment on the line before it, or empty."""
 
     mark: str
     language: str
@@ -61,8 +61,8 @@ class Block:
 
 
 @pytest.fixture(autouse=True)
-def no_agent_stays(tmp_path: Path) -> Iterator[None]:
-    """The agents that examples start leave after a minute; here they are asked to."""
+def stop_agents(tmp_path: Path) -> Iterator[None]:
+    """Stops the agents that examples start."""
     yield
     for endpoint in tmp_path.glob("*/.agent/endpoint.json"):
         stop_agent(endpoint.parents[1])
@@ -80,7 +80,9 @@ def runnable_code(document: str) -> list[str]:
 
 
 def run(document: str, folder: Path, **yours: object) -> dict[str, object]:
-    """Runs a document's blocks in turn, word for word but for the places; `yours` is what a user's program has by then."""
+    """Runs a document's blocks in turn, with the paths replaced. `yours` are the names that the user's program has
+    already.
+    """
     names: dict[str, object] = yours
     for code in runnable_code(document):
         placed = re.sub('"/(nvme|tmp)/', f'"{folder}/', code).replace("s3://bucket", f"file://{folder}/bucket")
@@ -89,8 +91,8 @@ def run(document: str, folder: Path, **yours: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HELD_ELSEWHERE])
-def test_each_block_is_run_or_says_why_not(document: str) -> None:
-    """A block of code without a mark is an error, and so is a mark without a test."""
+def test_each_block_is_run_or_has_a_reason(document: str) -> None:
+    """A block without a mark is an error, and so is a runnable block in a document that is not run."""
     blocks = list(blocks_of(text_of(document)))
     assert [block for block in blocks if not block.is_marked] == []
     assert any(block.mark == RUNNABLE for block in blocks) == (document in RUN_HERE)
@@ -98,7 +100,7 @@ def test_each_block_is_run_or_says_why_not(document: str) -> None:
 
 
 def test_no_root_of_the_pages_lies_in_another_one() -> None:
-    """A reader who follows all of them, on one node, would be refused: a store in a store is."""
+    """A reader may follow all pages on one node, and a store inside another one is refused."""
     named = re.compile(
         r"""(?:--root[ =]"?|ROOT=|NODE_DISK=|root="|save="|(?:tedWriter|tedReader|Manager)\(")(/[\w/-]+)"""
     )
@@ -109,13 +111,13 @@ def test_no_root_of_the_pages_lies_in_another_one() -> None:
 
 @pytest.mark.parametrize("mark", ["", "<!-- not run: -->\n", "<!-- not run:  -->\n", "<!-- some comment -->\n"])
 def test_a_block_without_a_reason_is_found(mark: str) -> None:
-    """The test above can fail."""
+    """Shows that the test above can fail."""
     (block,) = blocks_of(f"text\n\n{mark}```sh\nrm -r /\n```\n")
     assert not block.is_marked
 
 
 def test_the_tutorial_runs_twice(tmp_path: Path) -> None:
-    """The second save finds the name taken, as the page shows."""
+    """In the second run the checkpoint exists already, as the page shows."""
     for _ in range(2):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             names = run("docs/getting-started.md", tmp_path)
@@ -125,7 +127,7 @@ def test_the_tutorial_runs_twice(tmp_path: Path) -> None:
 
 
 def test_the_asynchronous_save_runs(tmp_path: Path) -> None:
-    """The writer alone stages it, and the checkpoint is there when the future is done."""
+    """The writer is the stager, and the checkpoint exists when the future is done."""
     names = run("docs/async.md", tmp_path)
     state = {"step": 0}
     dcp.load(state, checkpoint_id="step-1000", storage_reader=ReplicatedReader(tmp_path / "ckpt", expect_partial=True))
@@ -134,7 +136,9 @@ def test_the_asynchronous_save_runs(tmp_path: Path) -> None:
 
 
 def test_the_readmes_job_resumes_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job saves every 100 steps up to its last one. A second run restores model and optimizer, and trains no more."""
+    """The job saves every 100 steps up to its last one. A second run restores model and optimizer, and trains no
+    further.
+    """
     for name, value in alone_on(tmp_path / "first-run").items():
         monkeypatch.setenv(name, value)
     weights = []
@@ -156,8 +160,8 @@ def test_the_readmes_job_resumes_where_it_ended(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("steps", [250, 300])
-def test_the_references_loop_and_kept_plans_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
-    """The manager saves every 100 steps and goes on from there; a planner that is kept saves; the log has its line."""
+def test_the_references_loop_and_cached_plans_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
+    """The manager saves every 100 steps and resumes, a cached planner saves, and the log has its line."""
     state = {"step": 0}
 
     def train_step(_: object) -> int:
@@ -176,7 +180,9 @@ def test_the_references_loop_and_kept_plans_run(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_stock_checkpoint_loads_and_is_converted_as_the_page_on_migrating_says(tmp_path: Path) -> None:
-    """With one changed line, from the directory above the checkpoint's; then the example exports, imports and loads."""
+    """It loads with one changed line, from the directory above the checkpoint. Then the example exports, imports and
+    loads.
+    """
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt" / "step-10")
     state = {"a": torch.zeros(3)}
     with pytest.warns(replicated_ckpt.ReplicatedCkptWarning, match="step-10 has no manifest: stock torch wrote it"):
@@ -186,7 +192,7 @@ def test_a_stock_checkpoint_loads_and_is_converted_as_the_page_on_migrating_says
 
 
 def test_the_state_of_a_rank_is_saved_as_its_page_says(tmp_path: Path) -> None:
-    """The loader goes through its epoch, and the manager has restored nothing, as nothing was there."""
+    """The example runs an epoch of its loader. The manager finds no checkpoint to restore."""
     data, app = torch.utils.data.TensorDataset(torch.arange(96)), {"w": torch.ones(2)}
     names = run("docs/rank-state.md", tmp_path, DataLoader=torch.utils.data.DataLoader, data=data, app=app)
     assert names["step"] == 0
@@ -210,20 +216,20 @@ def test_the_object_stores_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_tier_of_ones_own_keeps_the_contract(tmp_path: Path) -> None:
-    """The client of the example passes the suite as a user runs it, and a worse one does not."""
+def test_the_example_of_a_custom_tier_keeps_the_contract(tmp_path: Path) -> None:
+    """The example's client passes the contract tests, and a faulty one fails one of them."""
     code = text_of("examples/own_tier.py")
     worse = code.replace("AND 'v' || hex(data) = ?", "AND ? != ''")
     assert worse != code
-    said = run_pytest(tmp_path, {"test_tier.py": code, "test_worse.py": worse})
-    (failed,) = re.findall(r"^FAILED (\S+)", said, flags=re.MULTILINE)
+    printed = run_pytest(tmp_path, {"test_tier.py": code, "test_worse.py": worse})
+    (failed,) = re.findall(r"^FAILED (\S+)", printed, flags=re.MULTILINE)
     assert re.fullmatch(r"test_worse\.py::\w+::test_a_mark_is_put_only_over_what_was_seen", failed)
-    (passed,) = re.findall(r"^1 failed, (\d+) passed", said, flags=re.MULTILINE)
-    assert int(passed) % 2 == 1, "as many of each file, but for that one"
+    (passed,) = re.findall(r"^1 failed, (\d+) passed", printed, flags=re.MULTILINE)
+    assert int(passed) % 2 == 1, "both files have the same tests, and one of them failed"
 
 
 def run_pytest(folder: Path, code_by_name: dict[str, str]) -> str:
-    """Runs files of tests in a pytest of its own, without the settings of this one; returns what it said."""
+    """Runs test files in another pytest without the settings of this one. Returns its output."""
     for name, code in code_by_name.items():
         (folder / name).write_text(code)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *code_by_name]
@@ -234,9 +240,9 @@ def run_pytest(folder: Path, code_by_name: dict[str, str]) -> str:
     return done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("damage", "said"), [(False, "intact"), (True, "MISSING OR DAMAGED")])
-def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage: bool, said: str) -> None:
-    """What is run by hand at 3 a.m. was run before, and what was gathered by hand loads as a root."""
+@pytest.mark.parametrize(("damage", "verdict"), [(False, "intact"), (True, "MISSING OR DAMAGED")])
+def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage: bool, verdict: str) -> None:
+    """The runbook's code reports an intact and a damaged shard, and a gathered checkpoint loads."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save({"a": torch.arange(4)}, checkpoint_id="step-1000", storage_writer=writer)
     shard = tmp_path / "step-1000" / "__0_0.distcp"
@@ -246,7 +252,7 @@ def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage:
     assert code.count('"/rescue/step-1000"') == 1
     with contextlib.redirect_stdout(io.StringIO()) as output:
         exec(code.replace("/rescue", str(tmp_path)), {})
-    assert f"__0_0.distcp {said}" in output.getvalue()
+    assert f"__0_0.distcp {verdict}" in output.getvalue()
     if not damage:
         state = {"a": torch.zeros(4, dtype=torch.int64)}
         dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "step-1000"))

@@ -1,4 +1,4 @@
-"""The documentation is true: its links resolve, its code runs, and its tables say what the code says."""
+"""The documentation is true: links resolve, and tables match the code."""
 
 import ast
 import inspect
@@ -40,7 +40,7 @@ DOCUMENTS = sorted(
     )
     for path in ROOT.glob(pattern)
 )
-GENERATED_PAGES = {  # pages of the site that are documents elsewhere
+GENERATED_PAGES = {  # pages of the site -> their documents
     "index.md": "README.md",
     "examples.md": "examples/README.md",
     "benchmarks.md": "benchmarks/README.md",
@@ -48,7 +48,7 @@ GENERATED_PAGES = {  # pages of the site that are documents elsewhere
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-AGENT_ROUTES = {  # module of the agent and method -> path that its patterns go on from
+AGENT_ROUTES = {  # (module of the agent, method) -> path that its patterns continue
     ("routes", "answer"): "/",
     ("routes", "_save"): "/v1/saves/{save_id}/",
     ("object_routes", "answer"): "/v1/object/",
@@ -66,7 +66,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What links to headings may say, as GitHub forms it."""
+    """The anchors of the headings, as GitHub forms them."""
     headings = re.findall(r"^#+ +(.+)$", without_code(text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -91,7 +91,7 @@ def section(document: str, heading: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of each row of the tables in a text, header rows left out."""
+    """The cells of each row of the tables in a text, without header rows."""
     lines = re.findall(r"^\|(.+)\|$", text, flags=re.MULTILINE)
     rules = {index for index, line in enumerate(lines) if set(line) <= set("-:| ")}
     kept = [line for index, line in enumerate(lines) if index not in rules and index + 1 not in rules]
@@ -110,7 +110,7 @@ def subclasses(kind: type[BaseException]) -> Iterator[type[BaseException]]:
 
 
 def routes_of(name: str, method: str, path: str) -> Iterator[str]:
-    """The verbs in one `match` of the agent's routes, as `METHOD /path/{name}`; one that hands on is left out."""
+    """The verbs in one `match` of the agent's routes, as `METHOD /path/{name}`, without patterns that delegate."""
     module = ast.parse(text_of(f"replicated_ckpt/agent/http/{name}.py"))
     function = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == method)
     for case in (node for node in ast.walk(function) if isinstance(node, ast.match_case)):
@@ -124,7 +124,7 @@ def routes_of(name: str, method: str, path: str) -> Iterator[str]:
 
 
 def verbs_of_repair() -> set[str]:
-    """The verbs in the table that one of these patterns hands on to."""
+    """The verbs in the table of the repair routes."""
     module = ast.parse(text_of("replicated_ckpt/agent/http/repair_routes.py"))
     tables = [node.value for node in ast.walk(module) if isinstance(node, ast.AnnAssign)]
     (table,) = (table for table in tables if isinstance(table, ast.Dict))
@@ -132,7 +132,7 @@ def verbs_of_repair() -> set[str]:
 
 
 def _path_parts(pattern: ast.pattern) -> list[str]:
-    """What one part of a path may be: a text, one of several, or anything under a name."""
+    """The values that one part of a path may have: a text, one of several, or a placeholder."""
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is not None:
         return _path_parts(pattern.pattern)
     if isinstance(pattern, ast.MatchOr):
@@ -142,14 +142,14 @@ def _path_parts(pattern: ast.pattern) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_resolve(document: str) -> None:
     """Each link to a file or heading of the repository resolves."""
     assert list(broken_links(document, text_of(document))) == []
 
 
 @pytest.mark.parametrize("link", ["[x](no-such-file.md)", "[x](#no-such-heading)", "[x](docs/design.md#no-such)"])
 def test_a_broken_link_is_found(link: str) -> None:
-    """The link test can fail."""
+    """Shows that the link test can fail."""
     assert len(list(broken_links("README.md", link))) == 1
 
 
@@ -161,7 +161,7 @@ def linked_pages(document: str) -> set[str]:
 
 
 def test_every_page_is_reached_from_the_menu() -> None:
-    """The site's menu has pages of docs/, and each other page is linked from one of them, or from one that is reached."""
+    """Each page is in the menu, or is linked directly or indirectly from a page in the menu."""
     listed, _, elsewhere = text_of("mkdocs.yml").partition("\nnav:")[2].partition("\nnot_in_nav:")
     menu = re.findall(r"^ +- [^\n]*?([\w/-]+\.md)$", listed, flags=re.MULTILINE)
     others = set(re.findall(r"[\w/-]+\.md", elsewhere))
@@ -178,7 +178,7 @@ def test_every_page_is_reached_from_the_menu() -> None:
 
 @pytest.mark.parametrize("kind", [ReplicatedWriter, ReplicatedReader, CheckpointManager])
 def test_the_tables_of_options_are_the_signatures(kind: Callable[..., object]) -> None:
-    """The reference lists each argument with its default, in order, and no other."""
+    """The reference lists exactly the arguments, in order, with their defaults."""
     listed = {quoted(row[0]): quoted(row[1]) for row in rows(section("docs/reference.md", kind.__name__))}
     parameters = inspect.signature(kind).parameters.values()
     wanted = {p.name: "required" if p.default is p.empty else repr(p.default) for p in parameters}
@@ -186,13 +186,13 @@ def test_the_tables_of_options_are_the_signatures(kind: Callable[..., object]) -
 
 
 def test_the_table_of_exit_codes_is_the_enum() -> None:
-    """The page of the command line has each exit code with its meaning."""
+    """docs/cli.md has each exit code with its meaning."""
     listed = {int(code): meaning for code, meaning in rows(section("docs/cli.md", "Exit codes"))}
     assert listed == {code.value: meaning for code, meaning in MEANING.items()}
 
 
 def test_the_documents_name_each_command_and_scenario() -> None:
-    """The verbs of the command line, and the drill's scenarios, are listed."""
+    """docs/cli.md lists the commands, and docs/drill.md the scenarios."""
     verbs = re.findall(r"\[`(\w+)`\]\(#\1\)", section("docs/cli.md", "Command line"))
     assert sorted(verbs) == sorted(VERBS)
     scenarios = [quoted(row[0]) for row in rows(section("docs/drill.md", "The drill"))]
@@ -200,7 +200,7 @@ def test_the_documents_name_each_command_and_scenario() -> None:
 
 
 def test_the_drills_table_has_the_columns_that_it_prints() -> None:
-    """The output that is shown is of the drill as it prints now."""
+    """The example output has the drill's columns and scenarios."""
     block = re.search(r"```text\n(scenario.*?)```", section("docs/drill.md", "The drill"), flags=re.DOTALL)
     assert block is not None
     header, _, *lines = block[1].splitlines()
@@ -209,14 +209,14 @@ def test_the_drills_table_has_the_columns_that_it_prints() -> None:
 
 
 def test_every_error_has_its_entry_in_the_runbook() -> None:
-    """Whatever is raised or warned can be imported from the package, and has an entry in the runbook; nothing else has."""
+    """Each error and warning is exported by the package and has an entry in the runbook, and there is no other entry."""
     kinds: list[type[BaseException]] = [errors.ReplicatedCkptError, errors.ReplicatedCkptWarning]
     names = {kind.__name__ for top in kinds for kind in (top, *subclasses(top)) if kind.__module__ == errors.__name__}
     names |= {
         WorldSizeChanged.__name__,
         PlansUnknown.__name__,
         MemoryTierShort.__name__,
-    }  # those that no other room needs
+    }  # defined beside the code that raises them
     headings = re.search(r"^## Errors\n(.*?)^## ", text_of("docs/runbook.md"), flags=re.DOTALL | re.MULTILINE)
     assert headings is not None
     assert set(re.findall(r"^### (\w+)$", headings[1], flags=re.MULTILINE)) == names
@@ -224,7 +224,7 @@ def test_every_error_has_its_entry_in_the_runbook() -> None:
 
 
 def test_every_verb_of_the_agent_is_documented() -> None:
-    """The table of verbs is what the agent's routes match, no more and no less."""
+    """The table of verbs matches the agent's routes exactly."""
     wanted = {verb for place, path in AGENT_ROUTES.items() for verb in routes_of(*place, path)}
     assert {"PUT /v1/saves/{save_id}/{name}", "POST /v1/{verb}"} < wanted
     wanted = wanted - {"POST /v1/{verb}"} | verbs_of_repair()
@@ -233,7 +233,7 @@ def test_every_verb_of_the_agent_is_documented() -> None:
 
 
 def test_the_manifests_schema_is_complete() -> None:
-    """Each field of the manifest is in the table of the schema, and nothing else is."""
+    """The table of the schema has exactly the fields of the manifest."""
     wanted = {"version", *(field.name for field in fields(Manifest))}
     wanted |= {f"nodes[].{field.name}" for field in fields(NodeEntry)}
     wanted |= {f"shards{{}}.{field.name}" for field in fields(ShardEntry)}
@@ -244,14 +244,14 @@ def test_the_manifests_schema_is_complete() -> None:
 
 
 def runs_always(path: Path) -> bool:
-    """Whether a file has a test that `make test` runs: one that is not marked `long` as a whole."""
+    """Whether `make test` runs a test of this file: at least one is not marked `long`."""
     tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     marks = [{ast.unparse(mark) for mark in test.decorator_list} for test in tests if test.name.startswith("test_")]
     return any("pytest.mark.long" not in found for found in marks)
 
 
 def test_each_guarantee_is_shown_by_make_test() -> None:
-    """Every file of tests that the guarantees name has a test that is not left to `make test-all`."""
+    """Each test file that docs/guarantees.md names has a test that `make test` runs."""
     named = re.findall(r"\]\(\.\./(tests/\S+\.py)\)", text_of("docs/guarantees.md"))
     assert len(named) > 15
     assert [path for path in named if not runs_always(ROOT / path)] == []

@@ -1,4 +1,4 @@
-"""The README's recording is of the drill as it prints now, and the tool draws what a command printed, when it did."""
+"""The README's recording matches the drill's output, and the tool draws what a command printed, and when."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ def drawn_lines(svg: str) -> list[str]:
 
 
 def test_the_readme_shows_the_drill_as_it_prints_now() -> None:
-    """The table has today's columns, the scenario held, and nothing is fetched from elsewhere."""
+    """The recording has the drill's columns, the scenario held, and the image loads nothing from other hosts."""
     assert "](docs/drill.svg)" in text_of("README.md")
     svg = text_of("docs/drill.svg")
     lines = drawn_lines(svg)
@@ -40,8 +40,8 @@ def test_the_readme_shows_the_drill_as_it_prints_now() -> None:
     assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
 
 
-def test_what_a_command_prints_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both streams, in order, through a file; the exit code is the command's."""
+def test_the_output_of_a_command_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both streams are recorded in order and drawn from the file. The exit code is the command's."""
     program = "import os, sys; print('a < b', flush=True); print('\\x1b[31mred\\x1b[0m', file=sys.stderr); sys.exit(3)"
     cast, code = record([sys.executable, "-c", program])
     write_cast(cast, tmp_path / "some.cast")
@@ -52,7 +52,9 @@ def test_what_a_command_prints_is_recorded_and_drawn(tmp_path: Path, capsys: pyt
 
 
 def test_pauses_are_cut_and_half_lines_wait_for_their_end() -> None:
-    """A line appears when it is complete. After the last one the recording rests, then it starts again."""
+    """Long pauses are shortened, and a line appears once it is complete. The recording pauses after the last line, and
+    repeats.
+    """
     cast = Cast("x", [(0.5, "one\r\ntw"), (60.5, "o\r\n\r\n"), (60.7, "end")])
     seconds, lines = zip(*lines_of(cast), strict=True)
     first = FIRST_FRAME_S + 0.5

@@ -1,4 +1,4 @@
-"""What `make test TORCH=lowest` installs: the lowest version of everything that is declared, as it is declared."""
+"""`make test TORCH=lowest` installs the lowest declared version of each dependency."""
 
 import tomllib
 from pathlib import Path
@@ -14,8 +14,8 @@ NEEDS = {*PROJECT["dependencies"], *(need for name in EXTRAS for need in PROJECT
 
 
 @pytest.mark.parametrize("need", [Requirement(need) for need in sorted(NEEDS)], ids=lambda need: need.name)
-def test_each_is_tested_at_its_lowest_version(need: Requirement) -> None:
-    """One without a lowest version promises that any will do."""
+def test_each_dependency_is_tested_at_its_lowest_version(need: Requirement) -> None:
+    """A dependency without a lowest version would allow any version."""
     if need.name == PROJECT["name"]:
         return
     version = read_lowest(PYPROJECT)[need.name]

@@ -1,4 +1,4 @@
-"""The documents name files, modules and functions that are there."""
+"""The files, modules and functions that the documents name exist."""
 
 import re
 from importlib import import_module
@@ -13,7 +13,7 @@ OF_TORCH = {"dcp.async_save", "dcp.load", "dcp.save"}
 
 
 def missing_files(text: str) -> list[str]:
-    """The files of code in backticks that lie neither in the repository, nor in the package, nor among the tests."""
+    """The Python files in backticks that exist neither in the repository, nor in the package, nor in the tests."""
     named = re.findall(r"`([\w.-]+/[\w./-]+\.py)`", text)
     return [
         path for path in named if not any((ROOT / place / path).is_file() for place in ("", "replicated_ckpt", "tests"))
@@ -21,7 +21,7 @@ def missing_files(text: str) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """The dotted names in backticks that begin with a room of the package and lead to nothing in it."""
+    """The dotted names in backticks that begin with a package of the project and cannot be resolved."""
     named = set(re.findall(rf"`(?:replicated_ckpt\.)?((?:{'|'.join(ROOMS)})\.[\w.]+)`", text))
     return sorted(
         name for name in named - OF_TORCH - failpoints.POINTS.keys() if not _resolves(f"replicated_ckpt.{name}")
@@ -46,14 +46,14 @@ def _resolves(name: str) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_and_names_of_the_code_are_there(document: str) -> None:
-    """A reader who looks for what a page names finds it."""
+def test_files_and_names_of_the_code_exist(document: str) -> None:
+    """Each file and name of a page exists."""
     text = without_code(text_of(document))
     assert (missing_files(text), missing_names(text)) == ([], [])
 
 
 def test_a_name_that_was_moved_is_found() -> None:
-    """The test of names can fail."""
+    """Shows that the test above can fail."""
     assert missing_names("`core.retention.plan_retention` `dcp.save` `core.upkeep.retention.plan_retention`") == [
         "core.retention.plan_retention"
     ]

@@ -1,4 +1,4 @@
-"""The release: its workflow, the tag that it takes, and the locks of what builds it."""
+"""The release: its workflow, its tag, and the locks of its build tools."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ def commands_of(job: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_are_pinned_by_commit(path: Path) -> None:
-    """Whoever moves a tag of an action changes nothing here. A comment names the release."""
+    """A moved tag of an action changes nothing here. A comment has the version."""
     used = re.findall(r"uses: (.+)", path.read_text())
     assert used
     for action in used:
@@ -36,7 +36,7 @@ def test_actions_are_pinned_by_commit(path: Path) -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_commands_of_a_workflow_exist(path: Path) -> None:
-    """Each `make` target and each program of the tree that a step runs."""
+    """Each `make` target and each script that a step runs exists."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(command for job in read_jobs(path).values() for command in commands_of(job))
     wanted = {word for words in re.findall(r"\bmake((?: [a-z-]+)+)", text) for word in words.split()}
@@ -46,7 +46,7 @@ def test_commands_of_a_workflow_exist(path: Path) -> None:
 
 
 def test_a_release_needs_a_tag_the_tests_and_no_secret() -> None:
-    """Only a pushed tag v* starts it. PyPI gets the files after all jobs of ci.yml, by an identity instead of a token."""
+    """Only a pushed tag v* starts it, after all jobs of ci.yml. PyPI accepts an identity instead of a token."""
     document, jobs = yaml.safe_load(RELEASE.read_text()), read_jobs(RELEASE)
     assert document[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as a boolean
     assert jobs["tests"]["uses"] == "./.github/workflows/ci.yml"
@@ -59,7 +59,7 @@ def test_a_release_needs_a_tag_the_tests_and_no_secret() -> None:
 
 
 def test_the_version_is_checked_before_anything_is_built() -> None:
-    """Wheel, sdist, image and SBOMs come after it; then their hashes and their provenance."""
+    """The steps come in order: version check, wheel and sdist, image, SBOMs, hashes, provenance."""
     job = read_jobs(RELEASE)["build"]
     steps = [step.get("run", step.get("uses", "")) for step in job["steps"]]
     order = ["tools/release.py check", "make dist", "make image", "make sbom", "sha256sum", "attest-build-provenance"]
@@ -69,7 +69,7 @@ def test_the_version_is_checked_before_anything_is_built() -> None:
 
 
 def test_a_tag_must_be_the_version(tmp_path: Path) -> None:
-    """pyproject.toml, version.py and a dated section of CHANGELOG.md agree with the tag, else each problem is named."""
+    """pyproject.toml, version.py and a dated section of CHANGELOG.md must match the tag. Each mismatch is reported."""
     (tmp_path / "replicated_ckpt").mkdir()
     for name in ("pyproject.toml", "replicated_ckpt/version.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -89,7 +89,7 @@ def test_a_tag_must_be_the_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_locks_have_hashes_and_the_pinned_versions(name: str) -> None:
-    """Each line has a version and a hash. Where constraints.txt pins the package, the version is that one."""
+    """Each line has a version and a hash. Versions match constraints.txt where that pins the package."""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     lines = (ROOT / name).read_text().splitlines()[1:]
     found = {match[1]: match[2] for match in map(LOCKED.fullmatch, lines) if match}

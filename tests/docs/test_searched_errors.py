@@ -1,4 +1,4 @@
-"""The errors of stock DCP that people search for stand in the pages as this torch says them."""
+"""The errors of stock DCP that users search for are quoted in the pages as this torch prints them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,18 @@ def failure(folder: Path, state: dict[str, Any], **reader: Any) -> str:
 
 
 def test_errors_that_people_search_for_are_explained(tmp_path: Path) -> None:
-    """Each is provoked with FileSystemReader, and the page on migrating has its words."""
+    """Each error is provoked with FileSystemReader, and docs/migrating.md quotes it."""
     page, folder = text_of("docs/migrating.md"), tmp_path / "step-1"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
-    said = "Missing key in checkpoint state_dict: scheduler_state.last_epoch."
-    assert said in page
-    assert said in failure(folder, dict(ADDED_LATER))
-    assert said in failure(folder, dict(ADDED_LATER), checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
-    said = "Size mismatch between saved torch.Size([3]) and current: torch.Size([4])"
-    assert said in page
-    assert said in failure(folder, {"w": torch.zeros(4)})
+    message = "Missing key in checkpoint state_dict: scheduler_state.last_epoch."
+    assert message in page
+    assert message in failure(folder, dict(ADDED_LATER))
+    assert message in failure(
+        folder, dict(ADDED_LATER), checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path)
+    )
+    message = "Size mismatch between saved torch.Size([3]) and current: torch.Size([4])"
+    assert message in page
+    assert message in failure(folder, {"w": torch.zeros(4)})
     (folder / "__0_0.distcp").unlink()
     assert "FileNotFoundError: [Errno 2] No such file or directory: '.../__2_0.distcp'" in page
     assert f"FileNotFoundError: [Errno 2] No such file or directory: '{folder}/__0_0.distcp'" in failure(
@@ -45,13 +47,13 @@ def test_errors_that_people_search_for_are_explained(tmp_path: Path) -> None:
     assert ShardLost.__name__ in ours
     assert "__0_0.distcp" in ours
     (folder / ".metadata").unlink()
-    said = failure(folder, {"w": torch.zeros(3)})
-    assert ".metadata" in said or "assert metadata is not None" in said  # torch 2.9 keeps the file's error to itself
+    message = failure(folder, {"w": torch.zeros(3)})
+    assert ".metadata" in message or "assert metadata is not None" in message  # torch 2.9 hides the error of the file
     assert "/.metadata'" in page
 
 
-def test_what_the_planner_misses_may_be_left_out(tmp_path: Path) -> None:
-    """The remedy that the page names works."""
+def test_missing_keys_may_be_left_out(tmp_path: Path) -> None:
+    """The remedy of the page works: a partial load."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1")
     state = {"w": torch.zeros(3), "scheduler_state": {"last_epoch": 1}}
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)

@@ -1,6 +1,6 @@
-"""The site as a reader's browser shows it: search, tabs, dark mode and a phone's width.
+"""The site in a browser: search, tabs, dark mode and the width of a phone.
 
-It needs `make docs` (or the .venv-docs that this makes), chromium and chromedriver; `.ci/run` brings all of them.
+The tests need `make docs` (or its .venv-docs), chromium and chromedriver. `.ci/run` installs all of them.
 """
 
 import functools
@@ -33,7 +33,7 @@ pytestmark = [
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_request(self, *_: object) -> None:
-        """Nothing: the requests are no part of a test's output."""
+        """Logs nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def browser(site: str, chromium: Browser) -> Browser:
 
 
 def search(browser: Browser, words: str) -> list[list[str]]:
-    """Types words into the search box of the open page; the addresses found on each page, the best page first."""
+    """Types words into the search box. Returns the addresses found for each page, the best page first."""
     browser.type_into(".md-search__input", words)
     by_page = """return Array.from(document.querySelectorAll('.md-search-result__item'),
                              item => Array.from(item.querySelectorAll('a'), link => link.href))"""
@@ -94,14 +94,14 @@ def search(browser: Browser, words: str) -> list[list[str]]:
     ],
 )
 def test_the_search_finds_the_section(site: str, browser: Browser, words: str, address: str) -> None:
-    """Whoever types a word into the search box finds the section on it, on one of the first three pages."""
+    """A search for a word finds its section on one of the first three pages."""
     browser.load(f"{site}index.html")
     found = search(browser, words)
     assert site + address in [link for links in found[:3] for link in links]
 
 
 def test_a_word_that_no_page_has_is_not_found(site: str, browser: Browser) -> None:
-    """The test of the search can fail."""
+    """Shows that the search test can fail."""
     browser.load(f"{site}index.html")
     browser.type_into(".md-search__input", "xylophone")
     deadline = time.monotonic() + FOUND_WITHIN_S
@@ -113,7 +113,7 @@ def test_a_word_that_no_page_has_is_not_found(site: str, browser: Browser) -> No
 
 @pytest.mark.parametrize("framework", ["lightning", "trainer-and-trl", "ray-train", "your-own-loop"])
 def test_a_link_to_a_framework_opens_its_tab(site: str, browser: Browser, framework: str) -> None:
-    """One tab is open, the one that the link names, and the labels of all tabs are below the page's header."""
+    """Only the linked tab is open, and the labels of all tabs are below the header."""
     browser.load(f"{site}frameworks.html#{framework}")
     deadline = time.monotonic() + FOUND_WITHIN_S
     visible = (
@@ -129,7 +129,7 @@ def test_a_link_to_a_framework_opens_its_tab(site: str, browser: Browser, framew
 
 @pytest.mark.parametrize(("preferred", "scheme"), [("dark", "slate"), ("light", "default")])
 def test_the_site_takes_the_colours_of_the_system(site: str, browser: Browser, preferred: str, scheme: str) -> None:
-    """At the first visit, and at a later one after the system's setting has changed."""
+    """The site follows the system's setting at the first visit and after a change."""
     other = {"dark": "light", "light": "dark"}[preferred]
     for setting in (other, preferred):
         browser.emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": setting}])
@@ -142,7 +142,7 @@ def test_the_site_takes_the_colours_of_the_system(site: str, browser: Browser, p
     ["cli", "frameworks", "index", "reference", pytest.param("*", marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 def test_no_page_is_wider_than_a_phone(site: str, pages: Path, browser: Browser, chosen: str) -> None:
-    """Tables and code scroll within the page, which itself never has to be moved sideways."""
+    """Wide tables and code scroll on their own. The page itself never scrolls sideways."""
     browser.emulate("setDeviceMetricsOverride", **PHONE)
     names = sorted(path.name for path in pages.glob(f"{chosen}.html"))
     assert names
@@ -154,7 +154,7 @@ def test_no_page_is_wider_than_a_phone(site: str, pages: Path, browser: Browser,
 
 
 def test_nothing_is_fetched_from_other_hosts(site: str, browser: Browser) -> None:
-    """No font, script or picture: the site works in a closed network."""
+    """The page loads no font, script or image from another host, so the site works in a closed network."""
     browser.load(f"{site}measurements.html")
     fetched = browser.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert len(fetched) > 3

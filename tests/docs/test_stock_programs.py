@@ -1,4 +1,4 @@
-"""Programs for stock DCP beside the examples: a patch of a few lines makes each the example that the other tests run."""
+"""Programs for stock DCP: a small patch turns each of them into the example that other tests run."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ LINES_ADDED = {"fsdp1_fashion_mnist": 5, "getting_started": 4, "ddp": 6, "timest
 
 @pytest.mark.parametrize("name", LINES_ADDED)
 def test_a_patch_of_a_few_lines_makes_the_example(tmp_path: Path, name: str) -> None:
-    """Applied to the program it gives the example, byte for byte; each line that it adds is marked there."""
+    """The patched program is the example, byte for byte. Each added line is marked in the example."""
     program, patch = EXAMPLES / "stock" / f"{name}.py", EXAMPLES / "stock" / f"{name}.patch"
     assert "replicated_ckpt" not in program.read_text(encoding="utf-8")
     shutil.copy(program, tmp_path)
@@ -26,13 +26,13 @@ def test_a_patch_of_a_few_lines_makes_the_example(tmp_path: Path, name: str) -> 
 
 
 def test_every_program_has_its_patch() -> None:
-    """And nothing else lies there."""
+    """The directory has one patch for each program, and no other files."""
     found = {path.name for path in (EXAMPLES / "stock").iterdir() if path.is_file()}
     assert found == {f"{name}.{kind}" for name in LINES_ADDED for kind in ("py", "patch")} | {"README.md"}
 
 
-def test_the_shortest_job_needs_the_package_alone() -> None:
-    """A user can copy it: it imports the front door and torch, and nothing of the drill."""
+def test_the_shortest_job_needs_only_the_package() -> None:
+    """The example can be copied: it imports only the public interface, torch and the standard library."""
     text = (EXAMPLES / "fashion_mnist.py").read_text(encoding="utf-8")
     modules = set(re.findall(r"^ *(?:from|import) ([\w.]+)", text, flags=re.MULTILINE))
     assert {module for module in modules if module.startswith("replicated_ckpt")} == {"replicated_ckpt"}

@@ -1,4 +1,4 @@
-"""The package with what it declares, the rest of this environment hidden. `make dist` does the same with the wheel."""
+"""The package with only its declared dependencies. `make dist` does the same with the wheel."""
 
 import json
 import tomllib
@@ -36,24 +36,24 @@ for ranks, words in json.loads(sys.argv[1]):
     if any([os.waitpid(child, 0)[1] for child in children]):
         sys.exit(f"{words} failed")
 """
-"""Runs programs in turn, each as some ranks, with one import of torch, which is most of them; `make dist` has torchrun."""
+"""Runs programs in turn, each with some ranks, with a single import of torch, which is slow. `make dist` uses torchrun."""
 
 
 def needs_of(name: str, extra: str) -> list[Requirement]:
-    """What a package declares; our own is as pyproject.toml says now, not as it was when it was installed."""
+    """The requirements of a package. Those of this project come from pyproject.toml, not from the installed metadata."""
     if canonicalize_name(name) == NAME:
         texts = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
     else:
         try:
             texts = list(distribution(name).requires or [])
         except PackageNotFoundError:
-            return []  # what nothing here needs, or a test below misses
+            return []  # not installed; if the package is needed, a test below fails
     needs = [Requirement(text) for text in texts]
     return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
 
 
 def declared(name: str, extras: set[str]) -> set[str]:
-    """The names of a package and of all that it needs with these extras."""
+    """The names of a package and of all its transitive requirements, with these extras."""
     seen: set[tuple[str, str]] = set()
     wanted = [(canonicalize_name(name), extra) for extra in ("", *extras)]
     while wanted:
@@ -65,7 +65,7 @@ def declared(name: str, extras: set[str]) -> set[str]:
 
 
 def top_level_of(name: str) -> Iterator[Path]:
-    """The files and folders that a package has in site-packages."""
+    """The files and folders of a package in site-packages."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -75,7 +75,7 @@ def top_level_of(name: str) -> Iterator[Path]:
 
 
 def environment_with(where: Path, names: set[str]) -> Path:
-    """The interpreter of an environment that has these packages of this one, and this package's files."""
+    """Makes an environment with these packages and this project's files. Returns its interpreter."""
     venv.EnvBuilder(with_pip=False, symlinks=True).create(where)
     (site,) = where.glob("lib/python*/site-packages")
     for name in names - {NAME}:
@@ -87,7 +87,7 @@ def environment_with(where: Path, names: set[str]) -> Path:
 
 
 def check_job(python: Path, folder: Path) -> None:
-    """The README's job, two ranks that save, two others that load, and the command line."""
+    """Runs the README's job, two ranks that save, two other ranks that load, and the command line."""
     root = folder / "root"
     jobs = [(1, [str(ROOT / "tools" / "readme_job.py"), str(ROOT / "README.md")])]
     jobs += [(2, [PROGRAM, action, "--root", str(root)]) for action in ("save", "load")]
@@ -97,11 +97,11 @@ def check_job(python: Path, folder: Path) -> None:
     check_commands(python, root)
 
 
-@pytest.mark.long  # `make dist` has the same with the wheel, and the workflow has that
+@pytest.mark.long  # `make dist`, which the workflow runs, does the same with the wheel
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:
-    """Ten lines, two ranks that save and load, and the command line: no package is missing from `dependencies`."""
+    """No package is missing from `dependencies`."""
     check_job(environment_with(tmp_path / "alone", declared(NAME, set())), tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:
-    """`[s3]` saves to S3 and loads from there; `[drill]` has the server for it."""
+    """With `[s3]`, a save to S3 and a load work. `[drill]` has the server."""
     alone = environment_with(tmp_path / "s3", declared(NAME, {"s3"}))
     check_bucket(alone, server=environment_with(tmp_path / "drill", declared(NAME, {"drill"})))
 
@@ -117,14 +117,14 @@ def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
-def test_a_package_that_is_not_declared_is_missed(tmp_path: Path) -> None:
-    """The tests above can fail: without numpy, the save of two ranks does."""
+def test_a_missing_dependency_is_found(tmp_path: Path) -> None:
+    """Shows that the tests above can fail: without numpy, the save of two ranks fails."""
     with pytest.raises(AloneError, match=r"Numpy is not available|No module named 'numpy'"):
         check_job(environment_with(tmp_path / "alone", declared(NAME, set()) - {"numpy"}), tmp_path)
 
 
 @pytest.mark.parametrize("extra", ["s3", "drill", "test", "dev", "referee"])
 def test_no_extra_can_replace_the_users_torch(extra: str) -> None:
-    """Nothing that an extra adds names torch: torchvision, for one, wants exactly the torch that it was built for."""
+    """No extra requires torch, not even indirectly: torchvision, for one, pins a torch version."""
     added = declared(NAME, {extra}) - declared(NAME, set())
     assert [name for name in added if any(need.name == "torch" for need in needs_of(name, ""))] == []

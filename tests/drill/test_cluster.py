@@ -1,4 +1,4 @@
-"""Simulated nodes: what is started can be found, waited for within a limit, and ended without a rest."""
+"""Simulated nodes: processes can be found, waited for within a limit, and ended completely."""
 
 import signal
 import subprocess
@@ -35,8 +35,8 @@ def test_a_command_that_ends_is_waited_for(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "hello.log").read_text() == "hello\n"
 
 
-def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes when the process is there, and the call that has made it has not returned."""
+def test_a_process_that_starts_during_an_interrupt_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives after the process is created, but before the call returns: the process is ended all the same."""
     started: list[subprocess.Popen[bytes]] = []
 
     class Interrupted(subprocess.Popen[bytes]):
@@ -46,7 +46,7 @@ def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path: Path, monk
             signal.raise_signal(signal.SIGINT)
 
     cluster = Cluster(tmp_path)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores SIGINT
     try:
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", Interrupted)
@@ -57,11 +57,11 @@ def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path: Path, monk
     finally:
         signal.signal(signal.SIGINT, before)
         cluster.end()
-    assert started[0].returncode is not None, "it was noted, so its end was awaited"
+    assert started[0].returncode is not None, "the process was recorded and ended"
 
 
 def test_a_process_that_does_not_show_its_mark_yet_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel has its environment a moment after the call that has started it returns."""
+    """The environment of a new process may not be readable yet: the process is ended all the same."""
     cluster = Cluster(tmp_path)
     node = cluster._start_node("long", tmp_path / "long", (sys.executable, "-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(processes, "find_processes", lambda _: ())
@@ -69,14 +69,14 @@ def test_a_process_that_does_not_show_its_mark_yet_is_ended(tmp_path: Path, monk
     assert node.process.returncode == -signal.SIGKILL
 
 
-def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
-    """The error carries what the command printed."""
+def test_the_error_has_the_output_of_the_failed_command(tmp_path: Path) -> None:
+    """The error contains what the command printed."""
     with pytest.raises(DrillError, match="no luck"):
         Cluster(tmp_path).run_alone("bad", (sys.executable, "-c", "raise SystemExit('no luck')"), 30)
 
 
-def test_an_error_of_ours_keeps_its_own_next_step(tmp_path: Path) -> None:
-    """The hint that the command printed is the hint, and not one of two."""
+def test_a_typed_error_keeps_its_hint(tmp_path: Path) -> None:
+    """The hint that the command printed is the only hint of the error."""
     program = (
         "from replicated_ckpt.drill.plan import DatasetUnusable; raise SystemExit(str(DatasetUnusable('No data.')))"
     )
@@ -88,7 +88,7 @@ def test_an_error_of_ours_keeps_its_own_next_step(tmp_path: Path) -> None:
 
 
 def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
-    """Every wait has a deadline, and `end` finds descendants that left the session, too."""
+    """Every wait has a deadline. `end` also finds descendants in other sessions."""
     cluster = Cluster(tmp_path)
     try:
         with pytest.raises(DrillError, match="hang: waited 2 s"):
@@ -101,7 +101,7 @@ def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
-    """All processes first, detached ones too: nobody is left to write into a store that is being deleted."""
+    """All processes of the nodes end before their stores are deleted, also detached ones."""
     cluster = Cluster(tmp_path)
     stores = [tmp_path / f"node-{number}" for number in range(3)]
     for store in stores:
@@ -117,7 +117,7 @@ def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
 
 
 def test_a_job_that_dies_early_is_an_error_at_once(tmp_path: Path) -> None:
-    """Nobody waits for reports of ranks that are gone."""
+    """The drill does not wait for reports of dead ranks."""
     cluster = Cluster(tmp_path)
     node = cluster._start_node("n", tmp_path / "node-0", (sys.executable, "-c", "raise SystemExit('ouch')"))
     job = Job("n", (node,), 1, tmp_path)
@@ -126,8 +126,8 @@ def test_a_job_that_dies_early_is_an_error_at_once(tmp_path: Path) -> None:
     cluster.end()
 
 
-def test_evidence_survives_the_way_through_files(tmp_path: Path) -> None:
-    """What ranks write is what the drill reads, in rank order."""
+def test_evidence_is_read_back_unchanged(tmp_path: Path) -> None:
+    """The drill reads what ranks wrote, in rank order."""
     failure = LoadFailure("ShardLost", "gone", 1, ("__1_0.distcp",))
     reports = tuple(
         RankReport(
@@ -145,8 +145,8 @@ def test_evidence_survives_the_way_through_files(tmp_path: Path) -> None:
     assert Evidence.read_evidence(tmp_path) == Evidence(reports, {"saved-step-1": {"w": "aa"}})
 
 
-def test_a_job_spec_survives_the_way_through_a_file(tmp_path: Path) -> None:
-    """The ranks do what the drill decided."""
+def test_a_job_spec_is_read_back_unchanged(tmp_path: Path) -> None:
+    """A job spec is read back unchanged."""
     spec = JobSpec("r", "d", "cpu", 8, 7, 48, 2, ("step-8", "latest"), (4, 8), 12, trains_on=False, limit_s=9.5)
     spec.write_spec(tmp_path / "job.json")
     assert JobSpec.read_spec(tmp_path / "job.json") == spec
@@ -155,8 +155,8 @@ def test_a_job_spec_survives_the_way_through_a_file(tmp_path: Path) -> None:
     assert JobSpec.read_spec(tmp_path / "job.json") == spec
 
 
-def test_the_work_directory_goes_unless_kept(tmp_path: Path) -> None:
-    """Also after an error; with keep it stays."""
+def test_the_work_directory_is_removed_unless_kept(tmp_path: Path) -> None:
+    """The work directory is removed, also after an error, unless `keep` is set."""
     with drill_directory(tmp_path / "kept", keep=True) as kept:
         (kept / "x").touch()
     assert (tmp_path / "kept" / "x").exists()
@@ -166,15 +166,15 @@ def test_the_work_directory_goes_unless_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
-    """The drill removes its work directory, so it takes nobody else's."""
+    """The drill removes its work directory, so it refuses a directory with files."""
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigInvalid, match="not empty"), drill_directory(tmp_path, keep=False):
         pass
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_an_argument_to_correct(tmp_path: Path) -> None:
-    """It is no defect, and the option is named."""
+def test_a_folder_that_cannot_be_created_is_a_usage_error(tmp_path: Path) -> None:
+    """The error is ConfigInvalid, and names the option."""
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigInvalid, match=r"--workdir .*/file/x cannot be created: Not a directory\."),

@@ -1,4 +1,4 @@
-"""Where the drill's images come from."""
+"""The source of the drill's images."""
 
 import gzip
 import struct
@@ -17,12 +17,12 @@ IMAGES = 3
 
 @pytest.fixture(autouse=True)
 def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's torch is one for which no torchvision is installed."""
+    """No torchvision is installed."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
 
 
 def idx_files(folder: Path, *, packed: bool) -> Path:
-    """FashionMNIST in small: image i is all i, label i is i."""
+    """A small FashionMNIST: all pixels of image i are i, and so is its label."""
     folder.mkdir(parents=True)
     for name in (IMAGES_FILE, LABELS_FILE):
         body = struct.pack(">II", 0x801, IMAGES) + bytes(range(IMAGES))
@@ -39,7 +39,7 @@ def idx_files(folder: Path, *, packed: bool) -> Path:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("below", ["", "FashionMNIST/raw"])
 def test_given_files_are_used(tmp_path: Path, *, packed: bool, below: str) -> None:
-    """--data takes torchvision's layout and a plain folder, gzipped or not, and needs no torchvision."""
+    """--data accepts torchvision's layout and a plain folder, gzipped or not, without torchvision."""
     idx_files(tmp_path / "data" / below, packed=packed)
     images = fashion_mnist(tmp_path / "data")
     assert images.labels.tolist() == [0, 1, 2]
@@ -48,7 +48,7 @@ def test_given_files_are_used(tmp_path: Path, *, packed: bool, below: str) -> No
 
 
 def test_a_folder_without_the_files_is_an_error(tmp_path: Path) -> None:
-    """What was asked for is never replaced in silence."""
+    """A folder that the user named is never replaced by other data."""
     with pytest.raises(DatasetUnusable, match="no FashionMNIST"):
         fashion_mnist(tmp_path)
 
@@ -57,8 +57,8 @@ def test_a_folder_without_the_files_is_an_error(tmp_path: Path) -> None:
     ("packed", "keep"),
     [(True, 0), (True, 7), (True, -1), (False, 0), (False, 7), (False, 4 * 4 + 28 * 28), (False, -1)],
 )
-def test_a_file_that_is_not_whole_is_an_error(tmp_path: Path, *, packed: bool, keep: int) -> None:
-    """Nothing is trained on a torn download, and no traceback is shown."""
+def test_a_truncated_file_is_an_error(tmp_path: Path, *, packed: bool, keep: int) -> None:
+    """A truncated download is an error without a traceback."""
     file = idx_files(tmp_path / "data", packed=packed) / f"{IMAGES_FILE}{'.gz' if packed else ''}"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(DatasetUnusable, match=IMAGES_FILE):
@@ -66,15 +66,15 @@ def test_a_file_that_is_not_whole_is_an_error(tmp_path: Path, *, packed: bool, k
 
 
 def test_images_without_as_many_labels_are_an_error(tmp_path: Path) -> None:
-    """Two files that do not belong together are not used."""
+    """Images and labels of different counts are refused."""
     data = idx_files(tmp_path / "data", packed=False)
     (data / LABELS_FILE).write_bytes(struct.pack(">II", 0x801, 2) + bytes(2))
     with pytest.raises(DatasetUnusable, match="3 images and 2 labels"):
         fashion_mnist(data)
 
 
-def test_without_any_source_the_data_is_made_up_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No files, no torchvision: seeded random images, in one line."""
+def test_without_any_source_the_images_are_random(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without files and torchvision, the drill uses seeded random images, and prints so."""
     images = fashion_mnist(None, debian_dir=tmp_path / "nothing")
     assert images.pixels.shape[1:] == (28, 28)
     assert len(images.labels) == len(images.pixels)
@@ -83,7 +83,7 @@ def test_without_any_source_the_data_is_made_up_and_says_so(tmp_path: Path, caps
 
 
 def test_torchvision_downloads_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a torchvision that fits, its download is what is read; one that fails leads to random images."""
+    """A torchvision that fits downloads the data."""
     monkeypatch.delitem(sys.modules, "torchvision")
     datasets = pytest.importorskip("torchvision.datasets", exc_type=ImportError)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -91,7 +91,7 @@ def test_torchvision_downloads_where_it_can(tmp_path: Path, monkeypatch: pytest.
     def download(dataset: Any) -> None:
         folder = idx_files(Path(dataset.raw_folder), packed=False)
         for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
-            (folder / name).touch()  # torchvision wants them, too
+            (folder / name).touch()  # torchvision requires these files, too
 
     monkeypatch.setattr(datasets.FashionMNIST, "download", download)
     monkeypatch.setattr(datasets.FashionMNIST, "_load_data", lambda _: (torch.zeros(1), torch.zeros(1)))

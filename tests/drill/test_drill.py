@@ -1,4 +1,4 @@
-"""The smallest whole drill: two nodes of one rank, one dies for real, a blank one takes its place."""
+"""The smallest complete drill: two nodes of one rank. One is killed, and a blank node takes its place."""
 
 import contextlib
 import json
@@ -29,11 +29,11 @@ def processes_in(workdir: Path) -> list[int]:
     return found
 
 
-@pytest.mark.long  # `.ci/run` and the workflow have the same drill as a step of their own
+@pytest.mark.long  # `.ci/run` and the workflow run the same drill as a separate step
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """The replaced node's rank gets its bytes from the survivor, every tensor is as saved, no process is left."""
+    """The new node's rank gets its bytes from the survivor, every tensor is equal, and no process remains."""
     workdir = tmp_path / "work"
     command = [*COMMAND, "--scenario", "replace", "--ranks-per-node", "1", "-o", "json"]
     command += ["--steps", "3", "--workdir", str(workdir), "--keep"]
@@ -53,7 +53,7 @@ def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> None:
-    """Two nodes of one rank, all killed and deleted; two blank nodes of two ranks have every tensor as it was saved."""
+    """Two nodes of one rank are killed and deleted. Two blank nodes of two ranks load every tensor as it was saved."""
     pytest.importorskip("moto")
     workdir = tmp_path / "work"
     command = [*COMMAND, "--scenario", "cluster", "--object-store", "moto", "--ranks-per-node", "1", "-o", "json"]
@@ -78,9 +78,9 @@ def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> 
     "number", mark_long([signal.SIGINT, signal.SIGTERM], keep=[signal.SIGINT]), ids=lambda number: number.name
 )
 def test_an_interrupted_drill_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C ends every process and removes the work directory."""
+    """A signal ends every process and removes the work directory."""
     workdir = tmp_path / "work"
-    # a suite in the background ignores SIGINT, and its children would too
+    # a test run in the background ignores SIGINT, and its children would inherit that
     was = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         command = [*COMMAND, "--workdir", str(workdir)]

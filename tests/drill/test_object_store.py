@@ -1,4 +1,4 @@
-"""The drill's object store: there while the drill lasts, gone with it, and nothing else is touched."""
+"""The drill's object store runs as long as the drill, and no other objects are touched."""
 
 import subprocess
 import sys
@@ -33,31 +33,31 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-def test_without_a_name_there_is_none(tmp_path: Path) -> None:
-    """A drill of nodes alone starts no server."""
+def test_without_a_name_there_is_no_object_store(tmp_path: Path) -> None:
+    """A drill without an object store starts no server."""
     with object_store.object_store(None, tmp_path, keep=False, progress=print) as store:
         assert store is None
 
 
 def test_moto_takes_objects_and_ends_with_the_drill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the drill hands to writers and readers works as it is, whatever the environment says."""
+    """Its options override the proxy and endpoint of the environment."""
     pytest.importorskip("moto")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    said: list[str] = []
-    with object_store.object_store(MOTO, tmp_path, keep=False, progress=said.append) as store:
+    printed: list[str] = []
+    with object_store.object_store(MOTO, tmp_path, keep=False, progress=printed.append) as store:
         assert store is not None
         client = open_client(ObjectTarget.check_supported(store.url, store.storage_options))
         client.put("a", b"b")
         assert client.list_keys("").sizes == {"a": 1}
         client.close()
         assert len(motos(tmp_path)) == 1
-        assert "moto at http://127.0.0.1:" in said[0]
+        assert "moto at http://127.0.0.1:" in printed[0]
     assert motos(tmp_path) == ()
 
 
 def test_moto_does_not_outlive_a_drill_that_is_killed(tmp_path: Path) -> None:
-    """SIGKILL leaves no time to clean up."""
+    """The server also ends if the drill gets SIGKILL."""
     pytest.importorskip("moto")
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -71,8 +71,8 @@ def test_moto_does_not_outlive_a_drill_that_is_killed(tmp_path: Path) -> None:
     assert motos(tmp_path) == ()
 
 
-def test_a_moto_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the end of its log, as the log goes with the work directory."""
+def test_the_error_has_the_log_of_a_moto_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the end of the server's log, which is removed with the work directory."""
     (tmp_path / "moto.py").write_text("raise ImportError('half a moto')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(object_store, "PACKAGE_PARENT", tmp_path)
@@ -86,7 +86,7 @@ def test_a_moto_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("missing", object_store.MOTO_PACKAGES)
-def test_half_a_moto_is_none(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_moto_needs_all_its_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """`pip install moto` alone has no server."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else name)
     assert not object_store.has_moto()
@@ -94,24 +94,24 @@ def test_half_a_moto_is_none(monkeypatch: pytest.MonkeyPatch, missing: str) -> N
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_under_a_url_only_the_drills_own_prefix_is_removed(tmp_path: Path, *, keep: bool) -> None:
-    """Whatever else lies there stays; with keep so does what the drill wrote, and it says where."""
+    """Other objects stay. With `keep`, the objects of the drill stay too, and their URL is printed."""
     pytest.importorskip("fsspec")
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "thesis.tex").touch()
-    said: list[str] = []
-    with object_store.object_store(f"file://{tmp_path}/bucket", tmp_path, keep=keep, progress=said.append) as store:
+    printed: list[str] = []
+    with object_store.object_store(f"file://{tmp_path}/bucket", tmp_path, keep=keep, progress=printed.append) as store:
         assert store is not None
         assert store.storage_options is None
         assert store.url.startswith(f"file://{tmp_path}/bucket/drill-")
         open_client(ObjectTarget.check_supported(store.url, None)).put("step-1/x/.metadata", b"b")
     kept = {".metadata", object_store._NOTE_KEY} if keep else set()
     assert files_in(tmp_path / "bucket") == {"thesis.tex"} | kept
-    assert any(line.startswith("kept: ") for line in said) is keep
+    assert any(line.startswith("kept: ") for line in printed) is keep
 
 
 @pytest.fixture
 def bucket(moto: Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A bucket that the environment has the way to, as s3fs would be told."""
+    """A bucket whose credentials and endpoint are in the environment."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret)
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint_url)
@@ -120,7 +120,7 @@ def bucket(moto: Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_uploads_that_died_with_their_nodes_are_ended(moto: Server, bucket: str, tmp_path: Path) -> None:
-    """Half an upload is in no listing and costs all the same; somebody else's goes on."""
+    """The drill aborts its own unfinished multipart uploads, which no listing shows. Those of others stay."""
     s3 = moto.client()
     s3.create_multipart_upload(Bucket=bucket, Key="x/theirs")
     with object_store.object_store(f"s3://{bucket}/x", tmp_path, keep=False, progress=print) as store:
@@ -131,8 +131,8 @@ def test_uploads_that_died_with_their_nodes_are_ended(moto: Server, bucket: str,
     assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
 
 
-def test_a_bucket_that_cannot_be_written_is_said_before_anything_starts(bucket: str, tmp_path: Path) -> None:
-    """With a hint for whoever typed the URL."""
+def test_an_unwritable_bucket_is_an_error_before_anything_starts(bucket: str, tmp_path: Path) -> None:
+    """The hint names the option."""
     with (
         pytest.raises(StoreError, match="NoSuchBucket") as raised,
         object_store.object_store(f"s3://{bucket}-not", tmp_path, keep=False, progress=print),
@@ -143,7 +143,7 @@ def test_a_bucket_that_cannot_be_written_is_said_before_anything_starts(bucket: 
 
 @pytest.mark.parametrize("url", ["", "bucket", "s3://", "memory://x", "s3://key:secret@bucket", "s3://bucket?x=1"])
 def test_a_url_that_cannot_work_is_refused(url: str, tmp_path: Path) -> None:
-    """No place, no secrets in it, and no memory that would be gone with the rank that wrote there."""
+    """A URL without a bucket, with a secret, or of a store in the memory of one process is refused."""
     with (
         pytest.raises(ConfigInvalid) as refused,
         object_store.object_store(url, tmp_path, keep=False, progress=print),

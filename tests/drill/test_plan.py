@@ -1,4 +1,4 @@
-"""Drill plans: what is lost, who resumes, and what is refused before anything starts."""
+"""Drill plans: which nodes die, which nodes resume, and which options are refused first."""
 
 import re
 
@@ -40,14 +40,15 @@ def planned(scenario: Scenario, options: DrillOptions | None = None) -> tuple[Ru
 def test_each_scenario_loses_and_resumes_as_documented(
     scenario: Scenario, dies: tuple[int, ...], seats: tuple[Seat, ...], ranks: int, promise: Promise
 ) -> None:
-    """By default there are 2 nodes x 4 ranks, and the last node dies; beyond takes a whole pair out of two,
-    cluster all there is."""
+    """By default there are 2 nodes of 4 ranks, and the last node dies. `beyond` kills one of two pairs, `cluster` all
+    nodes.
+    """
     run, resume = planned(scenario)
     assert (run.dies, resume.seats, resume.ranks, resume.promise) == (dies, seats, ranks, promise)
 
 
 def test_scenarios_of_one_loss_share_its_run() -> None:
-    """All six scenarios need four losses, not six."""
+    """Six scenarios need only four runs."""
     runs = plan_drill(DrillOptions()).runs
     assert [[resume.scenario for resume in run.resumes] for run in runs] == [
         [Scenario.SHRINK, Scenario.REPLACE, Scenario.GROW],
@@ -58,14 +59,14 @@ def test_scenarios_of_one_loss_share_its_run() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 1), (4, 2)])
-def test_a_cluster_never_comes_back_as_it_was(before: int, after: int) -> None:
-    """What the bucket has must be read on another number of ranks, however many there were."""
+def test_a_cluster_resumes_with_another_number_of_ranks(before: int, after: int) -> None:
+    """The checkpoint in the bucket is always read with another number of ranks."""
     _, resume = planned(Scenario.CLUSTER, DrillOptions(scenarios=(Scenario.CLUSTER,), ranks_per_node=before))
     assert resume.ranks_per_node == after
 
 
 def test_only_a_run_that_loses_everything_has_an_object_store() -> None:
-    """The others must hold without one."""
+    """The other scenarios must hold without one."""
     plan = plan_drill(DrillOptions())
     assert [run.is_total for run in plan.runs] == [False, False, False, True]
     assert plan.object_store == MOTO
@@ -74,7 +75,7 @@ def test_only_a_run_that_loses_everything_has_an_object_store() -> None:
 
 
 def test_without_moto_and_a_bucket_the_cluster_is_skipped_and_the_rest_runs() -> None:
-    """Not in silence: the plan has the reason."""
+    """The plan has the reason."""
     plan = plan_drill(DrillOptions(), has_moto=False)
     assert plan.skipped == {Scenario.CLUSTER: NO_MOTO}
     assert plan.object_store is None
@@ -85,15 +86,15 @@ def test_without_moto_and_a_bucket_the_cluster_is_skipped_and_the_rest_runs() ->
 @pytest.mark.parametrize(
     "options", [DrillOptions(object_store=MOTO), DrillOptions(scenarios=(Scenario.CLUSTER,))], ids=["moto", "cluster"]
 )
-def test_what_was_asked_for_by_name_is_not_skipped(options: DrillOptions) -> None:
-    """It is refused, with what to install."""
+def test_a_scenario_that_was_named_is_not_skipped(options: DrillOptions) -> None:
+    """The error says what to install."""
     with pytest.raises(ConfigInvalid, match="moto is not installed") as refused:
         plan_drill(options, has_moto=False)
     assert "pip install 'moto[server]'" in refused.value.hint
 
 
 def test_the_victim_can_be_chosen() -> None:
-    """--victim says who dies, and the survivor of rank order 1 becomes the first seat."""
+    """--victim selects the node that dies, and the survivor becomes the first seat."""
     run, resume = planned(Scenario.SHRINK, DrillOptions(scenarios=(Scenario.SHRINK,), victim=0))
     assert run.dies == (0,)
     assert run.survivors == (1,)
@@ -110,7 +111,7 @@ def test_beyond_loses_all_copies_of_something() -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 5])
 @pytest.mark.parametrize("ranks_per_node", [1, 3, 4])
 def test_the_global_batch_divides_over_every_world(nodes: int, ranks_per_node: int) -> None:
-    """Losses on different worlds are averages over the same images."""
+    """Losses of different world sizes are averages over the same images."""
     plan = plan_drill(DrillOptions(nodes=nodes, ranks_per_node=ranks_per_node))
     worlds = {ranks for run in plan.runs for ranks in (run.ranks, *(resume.ranks for resume in run.resumes))}
     assert len(worlds) > 2
@@ -120,7 +121,7 @@ def test_the_global_batch_divides_over_every_world(nodes: int, ranks_per_node: i
 
 @pytest.mark.parametrize("steps", [3, 4, 12, 100])
 def test_a_run_saves_twice_and_goes_on(steps: int) -> None:
-    """There is an older checkpoint than the latest, and something to lose after it."""
+    """There is an older checkpoint than the latest, and steps to lose after it."""
     schedule = plan_drill(DrillOptions(steps=steps)).schedule
     first, last = schedule.save_steps
     assert 0 < first < last < schedule.end_step == steps
@@ -142,7 +143,7 @@ def test_a_run_saves_twice_and_goes_on(steps: int) -> None:
     ],
 )
 def test_options_that_cannot_work_are_refused(options: DrillOptions) -> None:
-    """Nothing starts on options that contradict each other."""
+    """The error names an option, and has a hint."""
     with pytest.raises(ConfigInvalid, match="--") as refused:
         plan_drill(options)
     assert re.search(r"\w\)?\. Hint: [A-Z].*\.$", str(refused.value))

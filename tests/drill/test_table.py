@@ -1,4 +1,4 @@
-"""What the drill shows in the end, for people and for machines."""
+"""The result of a drill, as a table and as JSON."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ HELD = ScenarioReport(
 
 
 def test_the_table_has_a_line_per_scenario() -> None:
-    """Header, rule and rows line up; the promise and the notes are explained below."""
+    """Header, rule and rows are aligned. The promise and the notes are explained below."""
     header, rule, row, *rest = render([HELD], ["Trained on clouds."]).splitlines()
     assert header.split() == " ".join(HEADER).split()
     assert set(rule) == {"-", " "}
@@ -36,12 +36,12 @@ def test_the_table_has_a_line_per_scenario() -> None:
 
 
 def test_the_tolerance_is_stated() -> None:
-    """A reader of the table learns what "same loss" means."""
+    """The text has the tolerance of "same loss"."""
     assert f"{LOSS_TOLERANCE:g}" in render([replace(HELD, promise="same loss")], [])
 
 
-def test_what_failed_is_said() -> None:
-    """A verdict that did not hold comes with its reasons, in the table and as JSON."""
+def test_a_failed_verdict_has_its_reasons() -> None:
+    """A failed verdict has its reasons in the table and in JSON."""
     bad = replace(HELD, problems=("rank 3 loaded nothing",))
     assert "FAILED: same bits" in render([HELD, bad], [])
     assert "replace: rank 3 loaded nothing" in render([HELD, bad], [])
@@ -52,7 +52,7 @@ def test_what_failed_is_said() -> None:
 
 
 def test_a_scenario_that_could_not_be_carried_out_is_shown() -> None:
-    """Unknown seconds are a dash, and it did not hold."""
+    """Its seconds are a dash, and it did not hold."""
     run = plan_drill(DrillOptions()).runs[0]
     report = report_failure(run, run.resumes[0], "job run-1 ended too early")
     assert not report.held
@@ -60,7 +60,7 @@ def test_a_scenario_that_could_not_be_carried_out_is_shown() -> None:
 
 
 def test_a_lost_cluster_has_its_line() -> None:
-    """The objects column has the bytes; the wait before the loss is told below, unless the scenario failed."""
+    """The objects column has the bytes. The wait before the loss is below the table, unless the scenario failed."""
     lost = replace(
         HELD, scenario="cluster", bytes_local=0, bytes_peer=0, bytes_object=1_850_000, detect_s=None, wait_s=0.3
     )
@@ -71,8 +71,8 @@ def test_a_lost_cluster_has_its_line() -> None:
     assert "wait()" not in render([HELD], [])
 
 
-def test_what_was_skipped_is_a_line_with_a_reason() -> None:
-    """Nobody takes a drill for whole that was not."""
+def test_a_skipped_scenario_is_a_row_with_a_reason() -> None:
+    """A skipped scenario has a row and a reason."""
     skipped = {Scenario.CLUSTER: "the moon is not full"}
     text = render([HELD], [], skipped=skipped)
     assert [line.split() for line in text.splitlines() if line.startswith("cluster ")] == [
@@ -84,7 +84,7 @@ def test_what_was_skipped_is_a_line_with_a_reason() -> None:
 
 
 def test_json_is_the_table() -> None:
-    """Machines get every column, and whether all held."""
+    """The JSON has every column, and whether all scenarios held."""
     shown = as_json(plan_drill(DrillOptions()), [HELD], data="clouds", seconds=61.23456, object_store="s3://b")
     value = json.loads(json.dumps(shown))
     assert (value["object_store"], value["skipped"]) == ("s3://b", {})
@@ -94,7 +94,6 @@ def test_json_is_the_table() -> None:
 
 
 def test_a_drill_without_scenarios_did_not_hold() -> None:
-    """Nothing done is nothing shown to hold."""
     assert as_json(plan_drill(DrillOptions()), [], data=None, seconds=0.0)["held"] is False
 
 
@@ -103,5 +102,5 @@ def test_a_drill_without_scenarios_did_not_hold() -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (1_250_000, "1.2 MB"), (3_210_000_000, "3.21 GB")],
 )
 def test_sizes_fit_into_a_column(size_bytes: int, text: str) -> None:
-    """Decimal units, as disks and networks are sold."""
+    """Sizes have decimal units."""
     assert size(size_bytes) == text

@@ -1,4 +1,4 @@
-"""Verdicts: every promise that is broken is found, and nothing else is."""
+"""Verdicts: every broken promise is found, and nothing else."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,7 +45,7 @@ def saved(ranks: int) -> Evidence:
 
 
 def uploaded(ranks: int) -> Evidence:
-    """As saved, and `wait` has said that it is in the object store."""
+    """Like `saved`, and `wait` has returned the uploads."""
     before = saved(ranks)
     wait = WaitRecord(("step-2", NAME), 0.2)
     return replace(before, reports=tuple(replace(report, wait=wait) for report in before.reports))
@@ -98,7 +98,7 @@ def without_digests(evidence: Evidence) -> Evidence:
 
 @pytest.mark.parametrize(("scenario", "ranks"), [(Scenario.SHRINK, 1), (Scenario.REPLACE, 2), (Scenario.GROW, 3)])
 def test_an_intact_resume_holds(scenario: Scenario, ranks: int) -> None:
-    """When all is as it was saved there is no problem, and the table's numbers are those of the ranks."""
+    """There is no problem, and the table has the ranks' figures."""
     report = verdict(scenario, saved(2), resumed(ranks))
     assert report.problems == ()
     assert report.held
@@ -130,20 +130,20 @@ def test_an_intact_resume_holds(scenario: Scenario, ranks: int) -> None:
     ],
 )
 def test_a_broken_resume_does_not_hold(tamper: Tamper, problem: str) -> None:
-    """One digest, one loss, one rank that differs is enough."""
+    """One digest, loss or rank that differs is enough."""
     report = verdict(Scenario.REPLACE, saved(2), tamper(resumed(2)))
     assert not report.held
     assert problem in "\n".join(report.problems)
 
 
 def test_tensors_that_differ_are_not_counted_as_verified() -> None:
-    """The number in the table is that of equal tensors."""
+    """The table counts only equal tensors."""
     tampered = with_digests(loaded_step_4={**SAVED, "model.weight": "ab"})(resumed(2))
     assert verdict(Scenario.REPLACE, saved(2), tampered).tensors_verified == 1
 
 
 def test_another_world_may_round_differently_within_the_tolerance_only() -> None:
-    """Shrinking allows a loss that differs by less than the stated tolerance, and other bits at the end."""
+    """With fewer ranks, the loss may differ by less than the tolerance, and the final bits may differ."""
     inside, outside = 1.5 * (1 + LOSS_TOLERANCE / 2), 1.5 * (1 + LOSS_TOLERANCE * 2)
     other_bits = with_digests(end={"model.weight": "dd"})(resumed(1))
     assert verdict(Scenario.SHRINK, saved(2), with_loss(0, 6, inside)(other_bits)).held
@@ -151,7 +151,7 @@ def test_another_world_may_round_differently_within_the_tolerance_only() -> None
 
 
 def test_a_save_with_too_few_copies_does_not_hold() -> None:
-    """A drill that survives by luck has not held."""
+    """A resume that depends on luck does not count."""
 
     def fewer(report: RankReport) -> RankReport:
         return replace(report, saves=tuple(replace(save, copies_made=1) for save in report.saves))
@@ -161,7 +161,7 @@ def test_a_save_with_too_few_copies_does_not_hold() -> None:
 
 
 def test_a_complete_refusal_holds() -> None:
-    """Beyond the promise, ShardLost that names all lost shards on every rank is the pass."""
+    """In `beyond`, a ShardLost with all lost shards on every rank is the expected result."""
     report = verdict(Scenario.BEYOND, saved(4), resumed(2, (NAMED_REFUSAL, LATEST_REFUSAL)))
     assert report.problems == ()
     assert (report.shards_lost, report.shards, report.tensors_verified) == (2, 4, 0)
@@ -180,20 +180,20 @@ def test_a_complete_refusal_holds() -> None:
     ],
 )
 def test_an_incomplete_refusal_does_not_hold(tamper: Tamper, problem: str) -> None:
-    """A rank that loads, hangs or is told something else breaks the promise."""
+    """A rank that loads, hangs or raises another error breaks the promise."""
     report = verdict(Scenario.BEYOND, saved(4), tamper(resumed(2, (NAMED_REFUSAL, LATEST_REFUSAL))))
     assert not report.held
     assert problem in "\n".join(report.problems)
 
 
 def test_a_problem_of_many_ranks_is_one_line() -> None:
-    """Eight ranks with the same trouble are one problem."""
+    """Ranks with the same problem share one line."""
     report = verdict(Scenario.BEYOND, saved(4), resumed(2, (NAMED_REFUSAL,)))
     assert report.problems == ("rank 0, 1: tried 1 of 2 loads",)
 
 
 def test_a_cluster_that_comes_back_from_the_bucket_holds() -> None:
-    """All shards lost, no node to notice it, and every byte from the object store."""
+    """All shards are lost, no surviving node detects the loss, and every byte comes from the object store."""
     plan = plan_of(Scenario.CLUSTER)
     (run,) = plan.runs
     report = judge(plan, run, run.resumes[0], before=uploaded(2), after=resumed(4, (FROM_BUCKET,)), detect_s=None)
@@ -224,10 +224,10 @@ def test_a_cluster_that_comes_back_from_the_bucket_holds() -> None:
         (None, on_load(0, 0, raised="CheckpointNotFound"), "rank 0: could not load: CheckpointNotFound"),
     ],
 )
-def test_a_cluster_that_was_saved_by_luck_does_not_hold(
+def test_a_cluster_that_did_not_come_from_the_bucket_does_not_hold(
     tamper_before: Tamper | None, tamper_after: Tamper | None, problem: str
 ) -> None:
-    """Uploads that nobody vouched for, a node that was not dead, a tensor that differs."""
+    """An unconfirmed upload, bytes from a node, or a tensor that differs breaks the promise."""
     before, after = uploaded(2), resumed(4, (FROM_BUCKET,))
     report = verdict(
         Scenario.CLUSTER,

@@ -1,4 +1,4 @@
-"""The package as text: every module with its parsed tree. Nothing here imports the package."""
+"""The package as text: every module with its syntax tree, read without importing the package."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PACKAGE = "replicated_ckpt"
 
 @dataclass(frozen=True)
 class Source:
-    """One module: `name` is dotted, `path` is relative to the repository."""
+    """One module. `name` is dotted, `path` is relative to the repository."""
 
     path: str
     text: str
@@ -23,7 +23,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        """The first part below the package: `core`, `errors`, ...; empty for the front door itself."""
+        """The first name below the package: `core`, `errors`, ...; empty for the package itself."""
         return self.name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
 
     @cached_property
@@ -32,7 +32,7 @@ class Source:
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All of the tree."""
+        """All nodes of the tree."""
         return tuple(ast.walk(self.tree))
 
 
@@ -49,7 +49,7 @@ def package_sources() -> tuple[Source, ...]:
 
 
 def imported_names(source: Source) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything that is imported anywhere in the module, inside functions too."""
+    """Line and dotted name of every import in the module, including those inside functions."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

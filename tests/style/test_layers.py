@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, and which of them live without torch."""
+"""The layers of the package: which parts may import which, and which work without torch."""
 
 import subprocess
 import sys
@@ -28,10 +28,10 @@ ALLOWED_BY_ROOM: dict[str, set[str]] = {
     "testing": {"stores", "core"} | ANYBODY,
     "__main__": {"cli"},
     "integrations": {"dcp", "stores", "core", ""} | ANYBODY,
-    "": {"dcp", "core"} | ANYBODY,  # the public interface: torch comes in on first use
+    "": {"dcp", "core"} | ANYBODY,  # the public interface imports torch on first use
 }
 
-# What "values in, values out" needs. A new name is a decision: can it meet a clock, disk, network, thread or chance?
+# Modules that pure functions need. Before you add one: it must not use a clock, disk, network, thread or randomness.
 PURE_MODULES = {
     "__future__",
     "abc",
@@ -81,14 +81,14 @@ assert not BLOCKED & set(sys.modules)
 
 
 def room_of_import(name: str) -> str | None:
-    """The room that an imported dotted name belongs to; None if it is not the package's."""
+    """The part of the package that an imported name belongs to. None: another package."""
     if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
         return None
     first = name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
-    return first if first in ALLOWED_BY_ROOM else ""  # `from replicated_ckpt import ReplicatedWriter` is the front door
+    return first if first in ALLOWED_BY_ROOM else ""  # such as `from replicated_ckpt import ReplicatedWriter`
 
 
-def forbidden_arrows(source: Source) -> Iterator[str]:
+def forbidden_imports(source: Source) -> Iterator[str]:
     allowed = ALLOWED_BY_ROOM.get(source.room)
     if allowed is None:
         yield f"{source.path}: no such room; give it a place in ALLOWED_BY_ROOM"
@@ -115,26 +115,26 @@ def synthetic(path: str, text: str) -> Source:
     return Source(path, textwrap.dedent(text))
 
 
-def test_arrows_between_rooms_go_one_way() -> None:
+def test_imports_between_layers_go_one_way() -> None:
     """cli, drill -> dcp -> agent -> node -> stores -> core -> errors, and never back."""
-    assert [arrow for source in package_sources() for arrow in forbidden_arrows(source)] == []
+    assert [arrow for source in package_sources() for arrow in forbidden_imports(source)] == []
 
 
-def test_only_the_contracts_need_pytest() -> None:
-    """A user of the package has none; who writes a tier has."""
+def test_only_the_contract_tests_need_pytest() -> None:
+    """Only `testing` imports pytest, which users of the package may not have."""
     rooms = {s.room for s in package_sources() for _, name in imported_names(s) if name.partition(".")[0] == "pytest"}
     assert rooms == {"testing"}
 
 
 def test_core_is_pure() -> None:
-    """Nothing in core can touch a disk, a network, a clock, a thread, chance or torch."""
+    """core imports nothing that uses a disk, network, clock, thread, random numbers or torch."""
     core = [source for source in package_sources() if source.room == "core"]
     assert core
     assert [impurity for source in core for impurity in impurities(source)] == []
 
 
 def test_torch_free_rooms_import_without_torch() -> None:
-    """The agent, the stores, the core and every command but drill and bench work where torch is absent."""
+    """The agent, the stores, core and all commands except drill and bench import without torch."""
     names = [s.name for s in package_sources() if s.room in TORCH_FREE_ROOMS and s.name not in NEEDS_TORCH]
     assert "replicated_ckpt" in names
     result = import_without_torch(names)
@@ -142,7 +142,7 @@ def test_torch_free_rooms_import_without_torch() -> None:
 
 
 def test_a_command_imports_its_own_verb() -> None:
-    """The others need several times as long as the shortest one."""
+    """A short command does not import the modules of the others, which take several times as long."""
     code = (
         "import sys; from replicated_ckpt.cli.main import main; main(['ls', '--root', '/nowhere']); print(*sys.modules)"
     )
@@ -168,9 +168,9 @@ def test_a_command_imports_its_own_verb() -> None:
         ("replicated_ckpt/attic/old.py", ""),
     ],
 )
-def test_a_forbidden_arrow_is_found(path: str, text: str) -> None:
-    """The arrow test can fail."""
-    assert len(list(forbidden_arrows(synthetic(path, text)))) == 1
+def test_a_forbidden_import_is_found(path: str, text: str) -> None:
+    """Shows that the layer test can fail."""
+    assert len(list(forbidden_imports(synthetic(path, text)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_a_forbidden_arrow_is_found(path: str, text: str) -> None:
     ],
 )
 def test_an_impure_import_is_found(text: str) -> None:
-    """The purity test can fail."""
+    """Shows that the purity test can fail."""
     assert len(list(impurities(synthetic("replicated_ckpt/core/x.py", text)))) == 1
 
 
 def test_an_import_of_torch_is_found(tmp_path: Path) -> None:
-    """The torch-free test can fail: a module that needs torch, even two imports away, does not load under it."""
+    """Shows that the torch-free test can fail: also an indirect import of torch is found."""
     (tmp_path / "outer.py").write_text("import inner\n")
     (tmp_path / "inner.py").write_text("import torch.distributed\n")
     result = import_without_torch(["outer"], cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Rooms: imports go in no circle, between files or between folders."""
+"""Imports have no cycles, neither between files nor between folders."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -12,7 +12,7 @@ Graph = Mapping[str, set[str]]
 
 
 def imports_of(sources: Iterable[Source]) -> Graph:
-    """Which modules each module imports; what a folder's own `__init__` gives out is not looked through."""
+    """The modules that each module imports. Names that an `__init__` re-exports are not followed."""
     modules = {source.name: source for source in sources if not source.path.endswith("__init__.py")}
     return {name: set(_imported(source, modules.keys() - {name})) for name, source in modules.items()}
 
@@ -23,7 +23,7 @@ def _imported(source: Source, modules: Iterable[str]) -> Iterator[str]:
 
 
 def rooms_of(imports: Graph) -> Graph:
-    """The same between folders. A folder's `__main__` stands above it: it is a program, which nothing imports."""
+    """The imports between folders. A `__main__` counts as a folder of its own, because nothing imports it."""
     rooms: dict[str, set[str]] = {}
     for name, others in imports.items():
         room = name if name.endswith(".__main__") else name.rpartition(".")[0]
@@ -31,8 +31,8 @@ def rooms_of(imports: Graph) -> Graph:
     return {room: others - {room} for room, others in rooms.items()}
 
 
-def circle_in(graph: Graph) -> list[str]:
-    """One circle, its first member repeated at the end; empty: there is none."""
+def find_cycle(graph: Graph) -> list[str]:
+    """One cycle, with its first member repeated at the end. Empty: there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as exc:
@@ -42,23 +42,23 @@ def circle_in(graph: Graph) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
-    """Also not inside functions."""
-    assert circle_in(imports_of(sources_of(folder))) == []
+def test_files_have_no_import_cycle(folder: str) -> None:
+    """Imports inside functions count."""
+    assert find_cycle(imports_of(sources_of(folder))) == []
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
-    """Each folder of the package lies above or below another one, not both."""
-    assert circle_in(rooms_of(imports_of(sources_of("replicated_ckpt")))) == []
+def test_folders_have_no_import_cycle() -> None:
+    """Of two folders of the package, at most one imports the other."""
+    assert find_cycle(rooms_of(imports_of(sources_of("replicated_ckpt")))) == []
 
 
-def test_a_circle_is_found() -> None:
-    """Both ways of importing a module, and between folders where files have none."""
+def test_a_cycle_is_found() -> None:
+    """Both import statements count. Folders may form a cycle where their files do not."""
     sources = [
         Source("a/one.py", "from b import two"),
         Source("b/two.py", "x = 1"),
         Source("b/three.py", "import a.one"),
     ]
-    assert circle_in(imports_of(sources)) == []
-    assert circle_in(rooms_of(imports_of(sources))) != []
-    assert circle_in(imports_of([*sources, Source("b/two.py", "from a.one import f")])) != []
+    assert find_cycle(imports_of(sources)) == []
+    assert find_cycle(rooms_of(imports_of(sources))) != []
+    assert find_cycle(imports_of([*sources, Source("b/two.py", "from a.one import f")])) != []

@@ -1,4 +1,4 @@
-"""Names and habits of the package that would otherwise slip. Sizes are hints, which `tools/hints.py` prints."""
+"""Names and habits of the package. Sizes are only hints, which `tools/hints.py` prints."""
 
 import ast
 import io
@@ -15,38 +15,38 @@ BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 TORCH_PRIVATE_HOME = "replicated_ckpt/dcp/runtime/torch_private.py"
 # `except Exception` belongs at the top of a thread or process only: path -> how many are there, and why.
 BROAD_EXCEPTS_ALLOWED = {
-    "replicated_ckpt/agent/repair/scrub.py": 1,  # top of a thread that must outlive whatever lies on the disk
-    "replicated_ckpt/node/saves/submissions.py": 1,  # top of a thread; who waits for the shard gets the error
+    "replicated_ckpt/agent/repair/scrub.py": 1,  # top of a thread that must survive any file on the disk
+    "replicated_ckpt/node/saves/submissions.py": 1,  # top of a thread; the waiter of the shard gets the error
     "replicated_ckpt/node/saves/finish.py": 1,  # top of a thread; the rank that waits gets the error
-    "replicated_ckpt/agent/repair/reprotect.py": 2,  # top of a thread that must go on; who waits gets the error
-    "replicated_ckpt/node/uploads/uploader.py": 1,  # top of a thread that must outlive whatever a bucket answers
+    "replicated_ckpt/agent/repair/reprotect.py": 2,  # top of a thread that must go on; the waiter gets the error
+    "replicated_ckpt/node/uploads/uploader.py": 1,  # top of a thread that must survive any answer of a bucket
     "replicated_ckpt/cli/main.py": 1,  # top of the process
-    "replicated_ckpt/dcp/find/bucket_look.py": 1,  # top of a thread; whoever looks gets the error
-    "replicated_ckpt/dcp/save/submission.py": 3,  # two are raised as errors that abort nothing; one is the top of a thread
-    "replicated_ckpt/dcp/load/loading.py": 1,  # top of a thread; whoever takes the window gets the error
-    "replicated_ckpt/dcp/find/rendezvous.py": 3,  # told to the ranks that wait for this one; then it is raised
-    "replicated_ckpt/dcp/load/load_attempt.py": 1,  # raised a little later, where DCP tells all ranks
-    "replicated_ckpt/dcp/load/reader.py": 1,  # raised a little later, where DCP tells all ranks
-    "replicated_ckpt/dcp/c10d/picklable_error.py": 1,  # an error's own code raises anything when it is pickled
-    "replicated_ckpt/dcp/save/replicas.py": 1,  # a value that this rank does not write: it is not compared then
-    "replicated_ckpt/dcp/save/save_attempt.py": 1,  # of a copy for another rank: it is not made then
-    "replicated_ckpt/dcp/runtime/user_code.py": 1,  # the user's own function; its error is logged, and fails no save
-    "replicated_ckpt/dcp/staging/state_copy.py": 1,  # an object's own code raises anything when it is copied
-    "replicated_ckpt/dcp/staging/stager.py": 1,  # the state is saved without a copy then, where DCP tells all ranks
+    "replicated_ckpt/dcp/find/bucket_look.py": 1,  # top of a thread; the caller gets the error
+    "replicated_ckpt/dcp/save/submission.py": 3,  # two become errors that abort no save; one is the top of a thread
+    "replicated_ckpt/dcp/load/loading.py": 1,  # top of a thread; the reader of the window gets the error
+    "replicated_ckpt/dcp/find/rendezvous.py": 3,  # sent to the waiting ranks, then raised
+    "replicated_ckpt/dcp/load/load_attempt.py": 1,  # raised later, where DCP sends it to all ranks
+    "replicated_ckpt/dcp/load/reader.py": 1,  # raised later, where DCP sends it to all ranks
+    "replicated_ckpt/dcp/c10d/picklable_error.py": 1,  # pickling an error may raise anything
+    "replicated_ckpt/dcp/save/replicas.py": 1,  # the value is not compared, as this rank does not write it
+    "replicated_ckpt/dcp/save/save_attempt.py": 1,  # the copy for another rank is not made
+    "replicated_ckpt/dcp/runtime/user_code.py": 1,  # the user's function; its error is logged, and fails no save
+    "replicated_ckpt/dcp/staging/state_copy.py": 1,  # copying an object may raise anything
+    "replicated_ckpt/dcp/staging/stager.py": 1,  # the state is saved without a copy, where DCP sends errors to all ranks
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything
-    "replicated_ckpt/stores/bucket_client/fsspec.py": 1,  # its back ends raise their SDKs' own errors; all is translated
+    "replicated_ckpt/stores/bucket_client/fsspec.py": 1,  # back ends raise errors of their SDKs, which are translated
     "replicated_ckpt/stores/threads.py": 1,  # top of a worker thread; the caller gets the error
     "replicated_ckpt/stores/tee.py": 1,  # top of a sink thread; its owner gets the error
 }
 
 PATH_QUESTIONS = {"exists", "is_dir", "is_file", "is_symlink"}
-NO_PATHS = {"reader", "self.reader", "self._fs"}  # what has a method of such a name, and answers for itself
+NO_PATHS = {"reader", "self.reader", "self._fs"}  # other objects with such a method
 
 Rule = Callable[[Source], Iterator[str]]
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
-    """Catches everything and lets it end there; one that cleans up and raises again hides nothing."""
+    """Whether a handler catches every exception and does not end in a bare `raise`."""
     last = handler.body[-1]
     if isinstance(last, ast.Raise) and last.exc is None:
         return False
@@ -80,7 +80,7 @@ def is_private(name: str) -> bool:
 
 
 def torch_bindings(source: Source) -> Iterator[tuple[int, str, str]]:
-    """(line, the name it is bound to here, its full name) of everything imported from torch."""
+    """Line, local name and full name of everything imported from torch."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -111,14 +111,14 @@ def private_torch_names(source: Source) -> Iterator[str]:
 
 
 def guessed_plurals(source: Source) -> Iterator[str]:
-    """A number that is known has one plural: `plural(count, "node")`, not "node(s)"."""
+    """Use `plural(count, "node")` instead of "node(s)"."""
     for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"[a-z]\(s\)", node.value):
             yield f"{source.path}:{node.lineno}: {node.value[:60]!r}"
 
 
-def _asks_a_path(call: ast.Call) -> bool:
-    """Whether it is a question whose answer is False for an error: a DirEntry's says `follow_symlinks`, and is none."""
+def _hides_path_errors(call: ast.Call) -> bool:
+    """Whether a call returns False on an error. Those of a DirEntry, with `follow_symlinks`, do not count."""
     if not isinstance(call.func, ast.Attribute) or any(word.arg == "follow_symlinks" for word in call.keywords):
         return False
     module = ast.unparse(call.func.value)
@@ -126,12 +126,12 @@ def _asks_a_path(call: ast.Call) -> bool:
     return call.func.attr in in_module and module not in NO_PATHS
 
 
-def unheard_refusals(source: Source) -> Iterator[str]:
-    """From Python 3.14 on a Path that may not be looked at "is not there": what decides about files asks the system."""
+def ignored_path_errors(source: Source) -> Iterator[str]:
+    """From Python 3.14 on, `Path.exists` returns False for an unreadable path, so decisions must not depend on it."""
     if source.path.startswith(("replicated_ckpt/drill/", "replicated_ckpt/testing/")):
         return
     for node in source.nodes:
-        if isinstance(node, ast.Call) and _asks_a_path(node):
+        if isinstance(node, ast.Call) and _hides_path_errors(node):
             yield f"{source.path}:{node.lineno}: {ast.unparse(node)}: ask replicated_ckpt.stores.files.existence"
 
 
@@ -141,18 +141,18 @@ RULES: list[Rule] = [
     vague_names,
     private_torch_names,
     guessed_plurals,
-    unheard_refusals,
+    ignored_path_errors,
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps_its_shape(rule: Rule) -> None:
-    """Names and habits are those of the style guide."""
+def test_the_package_follows_the_style_guide(rule: Rule) -> None:
+    """Names and habits follow the style guide."""
     assert [finding for source in package_sources() for finding in rule(source)] == []
 
 
 def test_no_exemption_outlives_its_reason() -> None:
-    """A file that has fewer broad excepts than it is allowed gives the allowance back."""
+    """A file with fewer broad excepts than allowed must lower its allowance."""
     count_by_path = {
         source.path: sum(isinstance(node, ast.ExceptHandler) and is_broad(node) for node in source.nodes)
         for source in package_sources()
@@ -174,16 +174,16 @@ def test_no_exemption_outlives_its_reason() -> None:
         (private_torch_names, "replicated_ckpt/dcp/x.py", "from torch.distributed._tensor import DTensor\n"),
         (private_torch_names, "replicated_ckpt/dcp/x.py", "import torch.distributed as dist\ndist.c10d._get_store()\n"),
         (guessed_plurals, "replicated_ckpt/core/x.py", 'print(f"{count} node(s)")\n'),
-        (unheard_refusals, "replicated_ckpt/core/x.py", "if not path.exists():\n    make(path)\n"),
-        (unheard_refusals, "replicated_ckpt/core/x.py", "import os\nos.path.isdir(name)\n"),
+        (ignored_path_errors, "replicated_ckpt/core/x.py", "if not path.exists():\n    make(path)\n"),
+        (ignored_path_errors, "replicated_ckpt/core/x.py", "import os\nos.path.isdir(name)\n"),
     ],
 )
-def test_a_breach_is_found(rule: Rule, path: str, text: str) -> None:
-    """Every rule can fail."""
+def test_a_violation_is_found(rule: Rule, path: str, text: str) -> None:
+    """Shows that every rule can fail."""
     assert len(list(rule(Source(path, text)))) == 1
 
 
-def test_cleaning_up_and_raising_again_is_no_breach() -> None:
-    """`except BaseException` may free what was taken, if it ends in `raise`."""
+def test_cleaning_up_and_raising_again_is_no_violation() -> None:
+    """`except BaseException` may clean up if it ends in `raise`."""
     text = "try:\n    f()\nexcept BaseException:\n    g()\n    raise\n"
     assert list(broad_excepts(Source("replicated_ckpt/core/x.py", text))) == []

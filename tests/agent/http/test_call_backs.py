@@ -1,4 +1,4 @@
-"""How often an agent calls back whom greetings name."""
+"""How often an agent calls back the nodes that greetings name."""
 
 import threading
 import time
@@ -18,7 +18,8 @@ class Clock:
         return self.now
 
 
-def count_taken(turns: CallBacks, tries: int, node: str = "node", sender: str = "10.0.0.1") -> int:
+def count_followed_up(turns: CallBacks, tries: int, node: str = "node", sender: str = "10.0.0.1") -> int:
+    """How many of `tries` greetings in the name of `node` are followed up."""
     taken = 0
     for _ in range(tries):
         try:
@@ -30,30 +31,36 @@ def count_taken(turns: CallBacks, tries: int, node: str = "node", sender: str = 
 
 
 def test_a_flood_is_followed_up_now_and_then() -> None:
-    """In the name of one node, from one address: some in a row, then one in each interval; others are not affected."""
+    """Greetings for one node from one address: a burst is followed up, then one in each interval. Other nodes and
+    addresses have their own limit.
+    """
     clock = Clock()
     turns = CallBacks(clock)
-    assert count_taken(turns, 1000) == IN_A_ROW_MAX
-    assert count_taken(turns, 1000, sender="10.0.0.2") == count_taken(turns, 1000, node="other") == IN_A_ROW_MAX
+    assert count_followed_up(turns, 1000) == IN_A_ROW_MAX
+    assert (
+        count_followed_up(turns, 1000, sender="10.0.0.2")
+        == count_followed_up(turns, 1000, node="other")
+        == IN_A_ROW_MAX
+    )
     for _ in range(5):
         clock.now += INTERVAL_S
-        assert count_taken(turns, 1000) == 1
+        assert count_followed_up(turns, 1000) == 1
     clock.now += IN_A_ROW_MAX * INTERVAL_S
-    assert count_taken(turns, 1000) == IN_A_ROW_MAX
+    assert count_followed_up(turns, 1000) == IN_A_ROW_MAX
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender with any number of addresses fills no memory, and what it has filled is free again after a while."""
+def test_the_number_of_limits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender with many addresses cannot use unlimited memory, and its entries expire."""
     monkeypatch.setattr(greeting, "PAIRS_MAX", 10)
     clock = Clock()
     turns = CallBacks(clock)
-    assert sum(count_taken(turns, 1, sender=f"10.0.0.{host}") for host in range(30)) == 10
+    assert sum(count_followed_up(turns, 1, sender=f"10.0.0.{host}") for host in range(30)) == 10
     clock.now += INTERVAL_S
-    assert count_taken(turns, 1, sender="10.0.1.1") == 1
+    assert count_followed_up(turns, 1, sender="10.0.1.1") == 1
 
 
 def greet_at_once(turns: CallBacks, senders: list[str]) -> tuple[int, int]:
-    """How many greetings were followed up, and how many of them at once."""
+    """Returns how many greetings were followed up, and the largest number at the same time."""
     begun, lock = threading.Barrier(len(senders)), threading.Lock()
     taken, under_way, most = 0, 0, 0
 
@@ -64,7 +71,7 @@ def greet_at_once(turns: CallBacks, senders: list[str]) -> tuple[int, int]:
             with lock:
                 taken, under_way = taken + 1, under_way + 1
                 most = max(most, under_way)
-            time.sleep(0.002)  # what a call back on a network takes
+            time.sleep(0.002)  # about as long as a call back over a network
             with lock:
                 under_way -= 1
 
@@ -79,7 +86,7 @@ def greet_at_once(turns: CallBacks, senders: list[str]) -> tuple[int, int]:
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("hosts", "at_once_max"), [(1000, PARALLEL_MAX), (1, PER_SENDER_MAX)])
 def test_a_cluster_may_start_at_once(hosts: int, at_once_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,000 nodes greet in the same instant, from addresses of their own or all through one: each is followed up."""
+    """1,000 nodes greet at the same time, each from its own address or all from one: every greeting is followed up."""
     monkeypatch.setattr(greeting, "WAIT_MAX_S", 60.0)  # a thousand threads on a busy machine
     taken, most = greet_at_once(CallBacks(), [f"10.0.0.{at % hosts}" for at in range(1000)])
     assert taken == 1000
@@ -87,7 +94,7 @@ def test_a_cluster_may_start_at_once(hosts: int, at_once_max: int, monkeypatch: 
 
 
 def test_a_sender_whose_call_backs_hang_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its places in use, waits for its own, and is refused after a while."""
+    """The call backs of a sender hang and use up the limit of that sender: its next greeting is refused after a while."""
     monkeypatch.setattr(greeting, "WAIT_MAX_S", 0.1)
     turns, let_go = CallBacks(), threading.Event()
 
@@ -101,9 +108,9 @@ def test_a_sender_whose_call_backs_hang_delays_no_other(monkeypatch: pytest.Monk
     try:
         with pytest.raises(StoreUnavailable, match=f"{PER_SENDER_MAX} greetings"), turns.take_turn("more", "10.0.0.1"):
             pass
-        assert count_taken(turns, 1, sender="10.0.0.2") == 1
+        assert count_followed_up(turns, 1, sender="10.0.0.2") == 1
     finally:
         let_go.set()
         for thread in threads:
             thread.join()
-    assert count_taken(turns, 1) == 1
+    assert count_followed_up(turns, 1) == 1

@@ -1,4 +1,4 @@
-"""What a disk refuses in the middle of a request is an answer, which names the place; no descriptor stays open by it."""
+"""A disk error in the middle of a request becomes an answer that names the path, and no descriptor stays open."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ SAVE = "a" * 32
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """What stock torch wrote on one node."""
+    """A node with a checkpoint of torch's own writer."""
     store = LocalStore(tmp_path / "node0")
     scattered([store], tmp_path)
     return store
@@ -31,13 +31,13 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def client(store: LocalStore) -> Iterator[AgentClient]:
-    """Of an agent's door in this process, as its own user has it."""
+    """A client with the owner token, of an agent in this process."""
     with opened_server(store) as address, AgentClient(address) as client:
         yield client
 
 
 def refuse_once(name: str, code: int, is_meant: Callable[[str], bool]) -> Callable[..., Any]:
-    """`os.name`, which fails once where a path is meant."""
+    """`os.name`, which fails once for a path that `is_meant` accepts."""
     original, left = getattr(os, name), [1]
 
     def call(at: Any, *args: Any, **named: Any) -> Any:
@@ -50,10 +50,8 @@ def refuse_once(name: str, code: int, is_meant: Callable[[str], bool]) -> Callab
     return call
 
 
-def test_no_descriptor_stays_open_where_a_file_cannot_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent meets a file on a disk that failed again in each round."""
+def test_a_failed_fstat_closes_the_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fstat` fails on a bad disk: the descriptor is closed, as an agent would leak one in each round."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(os, "fstat", refuse_once("fstat", errno.EIO, lambda path: path == str(tmp_path / "file")))
     with pytest.raises(OSError, match="Input/output"):
@@ -64,7 +62,7 @@ def test_no_descriptor_stays_open_where_a_file_cannot_be_looked_at(
 def test_a_directory_in_a_shards_place_is_refused_and_leaves_nothing_open(
     store: LocalStore, client: AgentClient
 ) -> None:
-    """The error says what lies there. An agent lives for months, and is asked for it in each round of its peers."""
+    """A directory has the name of a shard: the error says so, and no descriptor leaks however often peers ask."""
     (store.root / ID / "__8_0.distcp").mkdir()
     for _ in range(5):
         with pytest.raises(StoreError, match="Is a directory"):

@@ -1,4 +1,4 @@
-"""Hints: what an agent says arrives with its next step, and what keeps from reaching an agent is named."""
+"""Hints: an error of an agent arrives with its hint, and an unreachable agent is reported with the cause."""
 
 import errno
 import json
@@ -68,8 +68,8 @@ HINT = "Turn the key to the left."
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_agents_error_arrives_as_it_was(error: ReplicatedCkptError) -> None:
-    """Of its class, with its message and with the hint of the case."""
+def test_an_agents_error_arrives_unchanged(error: ReplicatedCkptError) -> None:
+    """An error of an agent arrives with its class, message and hint."""
     raw = json.dumps({"error": error.message, "kind": type(error).__name__, "hint": error.hint}).encode()
     arrived = refusal(status_of(error), raw, "node b at 10.0.0.2:1", "POST", "/v1/x")
     assert type(arrived) is type(error)
@@ -78,15 +78,15 @@ def test_an_agents_error_arrives_as_it_was(error: ReplicatedCkptError) -> None:
     assert "node b at 10.0.0.2:1" in arrived.message
 
 
-def test_an_agent_does_not_choose_a_class_that_its_status_is_not() -> None:
-    """A peer that says that it is full with the status of a wrong request is a peer that makes no sense."""
+def test_an_error_class_must_match_the_status() -> None:
+    """The answer names an error class that does not match its HTTP status: the caller raises PeerProtocolError."""
     raw = json.dumps({"error": "m", "kind": "StoreFull", "hint": HINT}).encode()
     assert type(refusal(400, raw, "node b", "POST", "/")) is PeerProtocolError
     assert type(refusal(599, raw, "node b", "POST", "/")) is PeerProtocolError
 
 
 def test_a_rank_gets_the_agents_own_hint(tmp_path: Path) -> None:
-    """A real agent refuses; the caller reads what to do about this very case."""
+    """A real agent refuses a request: the caller gets the hint for this case."""
     document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False}
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
         (tmp_path / "a" / "step-1").write_text("a user's file")
@@ -106,7 +106,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def unreached(address: AgentAddress) -> StoreUnavailable:
+def unreachable_error(address: AgentAddress) -> StoreUnavailable:
     with AgentClient(address, 1) as client, pytest.raises(StoreUnavailable) as raised:
         client.call("GET", "/v1/status")
     return raised.value
@@ -117,10 +117,10 @@ def unreached(address: AgentAddress) -> StoreUnavailable:
     [("127.0.0.1", "no process listens on its port"), ("no-such-host.invalid", "cannot resolve the name")],
 )
 def test_a_wrong_address_is_named_with_its_origin(host: str, why: str) -> None:
-    """Which address, who gave it, which variable corrects it on which node, and which port must be open."""
+    """The error has the address, its origin, the variable that corrects the address, and the port that must be open."""
     port = free_port()
     address = AgentAddress("b", host, port, "t", tls_sha256="0" * 64, origin="REPLICATED_CKPT_HOST on host-b")
-    error = unreached(address)
+    error = unreachable_error(address)
     assert why in error.hint
     assert f"{host}:{port} comes from REPLICATED_CKPT_HOST on host-b" in error.hint
     assert f"port {port} is open" in error.hint
@@ -128,8 +128,8 @@ def test_a_wrong_address_is_named_with_its_origin(host: str, why: str) -> None:
     assert f"{host}:{port}" in error.message
 
 
-def test_an_address_says_who_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable, or the route to the coordinator."""
+def test_an_address_has_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The origin of an address is the variable, or the route to the coordinator."""
     monkeypatch.setenv(HOST_ENV, "10.1.2.3")
     host, origin = find_host()
     assert (host, origin) == ("10.1.2.3", f"{HOST_ENV} on {socket.gethostname()}")
@@ -145,10 +145,10 @@ _IPV6_ALONE = "ip link set lo up && ip -6 address add 2001:db8:1::5/128 dev lo n
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="a network of its own needs root and `ip`")
 def test_a_host_without_ipv4_is_reached_by_the_route_that_it_has() -> None:
-    """Also where the coordinator's name leads to its own loopback address, as it may on the coordinator itself."""
+    """An IPv6-only host gets the address of its default route, also where the coordinator's name resolves to loopback."""
     ask = "from replicated_ckpt.dcp.agreement.node_post import find_host; print(find_host()[0])"
     command = f'{_IPV6_ALONE} && exec {shlex.quote(sys.executable)} -c "{ask}"'
-    name_of_loopback = {"MASTER_ADDR": "127.1"}  # no address in the strict sense, so it is looked up as a name is
+    name_of_loopback = {"MASTER_ADDR": "127.1"}  # not a strict IPv4 address, so it is looked up as a name
     environment = {key: value for key, value in base_environment().items() if key != HOST_ENV} | name_of_loopback
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", command],
@@ -161,8 +161,10 @@ def test_a_host_without_ipv4_is_reached_by_the_route_that_it_has() -> None:
     assert done.stdout.split() == ["2001:db8:1::5"], done.stderr
 
 
-def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path) -> None:
-    """Also after it was written again, and for an agent of an earlier version, which says nothing of it."""
+def test_an_address_book_keeps_the_origin_of_an_address(tmp_path: Path) -> None:
+    """The origin of an address names the book, and the first origin survives writing the book and copying it to other
+    nodes. An earlier release sends no origin.
+    """
     book = PeerBook(LocalStore(tmp_path / "a").agent_directory())
     given = AgentAddress("b", "127.0.0.1", 9, "t", origin="REPLICATED_CKPT_HOST on host-b")
     book.learn([given])
@@ -172,9 +174,9 @@ def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path)
     path = tmp_path / "a" / ".agent" / "peers.json"
     assert first.origin == f"the address book {path}, which has it from REPLICATED_CKPT_HOST on host-b"
     assert second.origin == f"the address book {path}"
-    assert str(path) in unreached(first).hint
+    assert str(path) in unreachable_error(first).hint
     other = PeerBook(LocalStore(tmp_path / "other").agent_directory())
-    other.learn([first, second])  # as a load introduces what one node's book has
+    other.learn([first, second])  # as a load copies addresses from one node's book to another
     handed_on = {
         peer.node_id: peer.origin.removeprefix(f"the address book {tmp_path}/other/.agent/peers.json")
         for peer in other.read_all()
@@ -189,7 +191,7 @@ def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path)
 
 
 def test_a_taken_port_names_its_process(tmp_path: Path) -> None:
-    """Pid and command of who has it, and how to take another."""
+    """The error has the pid and command of the process that uses the port, and how to choose another port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
         arguments = ["--root", str(tmp_path / "a"), "--port", str(port)]
@@ -204,8 +206,8 @@ def test_a_taken_port_names_its_process(tmp_path: Path) -> None:
     assert "name another port" in done.stderr
 
 
-def test_a_free_port_is_nobodys() -> None:
-    """No process is accused of a port that none has."""
+def test_a_free_port_has_no_listener() -> None:
+    """No process is listed for a free port."""
     assert describe_listeners(free_port()) == ""
 
 
@@ -227,7 +229,7 @@ except ConfigInvalid as exc:
 
 @pytest.mark.parametrize(("missing", "named"), [("s3fs", "s3fs"), ("fsspec", "s3fs"), ("fsspec.config", "s3fs")])
 def test_without_the_buckets_package_the_error_has_the_pip_line(missing: str, named: str) -> None:
-    """Of the Python that lacks it."""
+    """The error has the `pip install` command of the Python that lacks the package."""
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT.format(package=missing)], cwd=HOME, capture_output=True, text=True, check=True
     )
@@ -236,7 +238,7 @@ def test_without_the_buckets_package_the_error_has_the_pip_line(missing: str, na
 
 
 def test_each_kind_of_bucket_has_its_own_package() -> None:
-    """A Google bucket is not reached with s3fs."""
+    """A Google bucket needs gcsfs, not s3fs."""
     pytest.importorskip("fsspec")
     with pytest.raises(ConfigInvalid, match="needs the package gcsfs") as raised:
         open_client(ObjectTarget("gs://bucket/x"))
@@ -262,15 +264,15 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EINVAL, StoreError, "file system does not support this"),
     ],
 )
-def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[StoreError], step: str) -> None:
-    """A full disk, a broken one and one of another user's are mended differently."""
+def test_each_disk_error_has_its_own_hint(number: int, kind: type[StoreError], step: str) -> None:
+    """Each errno of a disk has a hint of its own: a full disk and a broken one need different steps."""
     error = store_error_of(OSError(number, os.strerror(number)), "/nvme", "write", "x")
     assert type(error) is kind
     assert step in error.hint
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("REPLICATED_CKPT_AGENT_NICE", "x", "must be a whole number, not 'x'"),
         ("REPLICATED_CKPT_AGENT_NICE", "20", "must be 0 to 19, not 20"),
@@ -280,21 +282,21 @@ def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[S
     ],
 )
 def test_a_variable_that_is_wrong_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
-    """Who set no option is not told of one alone."""
+    """A user who set a variable, and no option, gets an error with the name of the variable."""
     monkeypatch.setenv(variable, value)
     done = command("agent", tmp_path / "node")
     assert done.returncode == ExitCode.USAGE
     assert variable in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 # Nodes ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_corrupt_shard_names_the_node_to_bring_back(tmp_path: Path) -> None:
-    """Its peers are away: `repair` mends nothing, and says which node, on which host, has the other copy."""
+    """All peers are down: `repair` fails, and names the node and host with the other copy."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1), shard(1): (1, 0)})
     away = AgentAddress(nodes[1].node_id(), "127.0.0.1", free_port(), "t", origin="REPLICATED_CKPT_HOST on host1")

@@ -1,4 +1,4 @@
-"""Metrics: what a scraper gets of a node, of its ranks, and of the cluster."""
+"""Metrics: what a scraper gets about a node, its ranks and the cluster."""
 
 import re
 import shutil
@@ -26,11 +26,11 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "monitoring.md"
 
 
 def test_a_scraper_gets_the_text_format(tmp_path: Path) -> None:
-    """Prometheus' own parser and linter read it. Each metric has a help and a type."""
+    """Prometheus' own parser and linter accept the answer. Each metric has a help text and a type."""
     root = tmp_path / "a"
     checkpointed([LocalStore(root)], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=1000)
     with running_agent(root) as agent:
-        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first look")
+        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first round")
         send_report(LocalStore(root), replace(SAVE, error="StoreFull"))
         wait_for(lambda: scraped(agent).get("errors_total{class=StoreFull,origin=save}"), 10, "the report")
         answer = scrape(agent, "/metrics?cluster=1")
@@ -52,14 +52,14 @@ def test_a_scraper_gets_the_text_format(tmp_path: Path) -> None:
         assert (linted.returncode, linted.stdout + linted.stderr) == (0, "")
 
 
-def test_a_node_shows_its_store(tmp_path: Path) -> None:
-    """Bytes by tier, free space, and nothing missing. A save without a time has no level."""
+def test_the_metrics_of_a_store(tmp_path: Path) -> None:
+    """Bytes by tier, free space, and nothing missing. A checkpoint without a time has no commit timestamp."""
     root = tmp_path / "a"
     checkpointed([LocalStore(root)], 1, {"__0_0.distcp": (0,)}, copies=1, size_bytes=1000)
     checkpointed([LocalStore(tmp_path / "memory")], 2, {"__0_0.distcp": (0,)}, copies=1, size_bytes=5000)
     note_memory_tier(LocalStore(root), tmp_path / "memory")
     with running_agent(root) as agent:
-        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first look")
+        wait_for(lambda: "copies_missing" in scraped(agent) or None, 30, "the first round")
         found, nodes = scraped(agent), scraped(agent, "/metrics?cluster=1")
     assert found["copies_missing"] == found["shards_lost"] == found["damaged_files"] == 0
     assert found["stored_bytes{tier=node}"] == found["largest_save_bytes"] > 1000
@@ -72,7 +72,7 @@ def test_a_node_shows_its_store(tmp_path: Path) -> None:
 
 
 def test_refusals_are_counted_by_class(tmp_path: Path) -> None:
-    """A peer asks for a file that is not there: a refusal of this agent, by the class of the error."""
+    """A peer asks for a file that does not exist: the counter of that error class increases."""
     with running_agent(tmp_path / "a") as agent:
         name = "errors_total{class=ObjectMissing,origin=request}"
         assert name not in scraped(agent)
@@ -83,7 +83,7 @@ def test_refusals_are_counted_by_class(tmp_path: Path) -> None:
 
 
 def test_ranks_reports_add_up() -> None:
-    """Durations by phase fall into buckets; bytes, divergences and bad copies add up; rank 0 counts the saves."""
+    """Durations are sorted into buckets. Bytes, divergences and bad copies are summed. Rank 0 counts the saves."""
     figures = Figures()
     figures.add_report(replace(SAVE, divergences=2))
     figures.add_report(replace(SAVE, rank=1, seconds=1000.0, sizes={"written": 5}))
@@ -111,7 +111,7 @@ def test_a_bound_belongs_to_its_bucket() -> None:
 
 
 def test_the_number_of_classes_is_bounded() -> None:
-    """Ranks name the classes of their errors: a thousand of them make no thousand metrics."""
+    """Ranks name the classes of their errors: many classes share one metric."""
     figures = Figures()
     for number in range(1000):
         figures.add_report(replace(SAVE, error=f"E{number}"))
@@ -121,7 +121,7 @@ def test_the_number_of_classes_is_bounded() -> None:
 
 
 def test_labels_are_quoted() -> None:
-    """Host names and classes come from other processes: none can add a line."""
+    """Host names and classes come from other processes, and cannot add a line to the answer."""
     value = 'a"b\\c\nreplicated_ckpt_fake 1'
     (family,) = text_string_to_metric_families(
         render([Family("x", "gauge", "X.", [("", {"host": value}, 1)])]).decode()

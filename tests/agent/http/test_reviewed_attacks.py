@@ -1,4 +1,4 @@
-"""Attacks that a reader of the code found: each did what it says before, and is refused now."""
+"""Attacks that a code review found. Each one succeeded then, and is refused now."""
 
 import io
 import os
@@ -23,26 +23,26 @@ SAVE = "b" * 32
 NOBODY = 65534
 
 
-def bring(service: NodeService, name: str, raw: bytes) -> None:
+def receive_file(service: NodeService, name: str, raw: bytes) -> None:
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     service.receive(SAVE, name, Body(io.BytesIO(raw), headers), durable=True)
 
 
 def test_a_manifest_names_the_checkpoint_that_its_save_was_opened_for(tmp_path: Path) -> None:
-    """Who may bring the files of one checkpoint cannot publish, or replace, another one with them."""
+    """A client that may write the files of one checkpoint cannot publish or replace another checkpoint with them."""
     service = NodeService(LocalStore(tmp_path / "root"))
     service.open_save(Intent(SAVE, "run/step-7", "session", overwrite=True, nodes=(service.node_id,)))
     node = NodeEntry(service.node_id, "host", None, (0,))
     manifest = Manifest(SAVE, "run/step-8", 9, 0.0, 1, 1, 4, crc32c(b"evil"), (node,), {})
-    bring(service, METADATA_NAME, b"evil")
+    receive_file(service, METADATA_NAME, b"evil")
     with pytest.raises(ManifestInvalid, match="names another"):
-        bring(service, MANIFEST_NAME, manifest.encode())
+        receive_file(service, MANIFEST_NAME, manifest.encode())
     assert not service.store.final("run/step-8").exists()
 
 
 def listener_of(uid: int) -> tuple[int, int]:
-    """The port on which a process of this user listens, and its pid; it ends when it is killed."""
+    """Starts a process of this user that listens on a port. Returns the port and the pid, which the caller kills."""
     taken = socket.create_server(("127.0.0.1", 0))
     port, pid = taken.getsockname()[1], 0
     taken.close()
@@ -57,8 +57,8 @@ def listener_of(uid: int) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes processes of other users")
-def test_a_stranger_on_a_dead_agents_port_gets_no_token(tmp_path: Path) -> None:
-    """What a killed agent has left says where it listened; another user may listen there since."""
+def test_another_user_on_a_dead_agents_port_gets_no_token(tmp_path: Path) -> None:
+    """The endpoint file of a killed agent is still there, and another user listens on its port: the file is not used."""
     directory = LocalStore(tmp_path / "root").agent_directory()
     for uid, is_believed in ((NOBODY, False), (os.geteuid(), True)):
         port, pid = listener_of(uid)
@@ -72,4 +72,4 @@ def test_a_stranger_on_a_dead_agents_port_gets_no_token(tmp_path: Path) -> None:
         finally:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
-    assert listening_endpoint(directory) is None, "nobody listens any more"
+    assert listening_endpoint(directory) is None, "the listener has ended"

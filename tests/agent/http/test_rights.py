@@ -1,4 +1,4 @@
-"""Rights: who may ask an agent for what, route by route, as SECURITY.md and the design say it."""
+"""Rights: which token may call which verb, as SECURITY.md and docs/verbs.md list it."""
 
 import ast
 import json
@@ -25,14 +25,14 @@ TICKETED = ("GET /v1/saves/{save_id}", "POST /v1/saves/{save_id}/abort")
 ENDINGS = tuple(f"POST /v1/saves/{{save_id}}/{how}" for how in ("commit", "pull", "abort"))
 
 
-def rights_in_the_design() -> dict[str, str]:
-    """The right of each verb, as the table of verbs has it."""
+def rights_in_the_table_of_verbs() -> dict[str, str]:
+    """The right of each verb in the table of docs/verbs.md."""
     table = [row for row in rows(section("docs/verbs.md", "The agent's verbs")) if "/" in row[0]]
     return {quoted(row[0]): row[1] for row in table}
 
 
-def rights_in_the_threat_model() -> dict[str, str]:
-    """The same as SECURITY.md has it, which says why."""
+def rights_in_the_security_policy() -> dict[str, str]:
+    """The right of each verb in SECURITY.md, where each right has a reason."""
     found: dict[str, str] = {}
     for right, verbs, why in rows(section("SECURITY.md", "What each right allows")):
         assert why
@@ -42,10 +42,10 @@ def rights_in_the_threat_model() -> dict[str, str]:
     return found
 
 
-def test_both_tables_say_the_same_of_every_verb() -> None:
-    """tests/docs holds the design's to the routes; the threat model leaves none out."""
+def test_both_tables_agree() -> None:
+    """SECURITY.md lists the verbs and rights of docs/verbs.md. tests/docs compares docs/verbs.md with the routes."""
     assert len(VERBS) > 25
-    assert rights_in_the_threat_model() == rights_in_the_design()
+    assert rights_in_the_security_policy() == rights_in_the_table_of_verbs()
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
 
 
 def is_denied(agent: RunningAgent, token: str, verb: str) -> bool:
-    """Whether the agent refuses a request for lack of a right; an empty one, which is mostly refused for something else."""
+    """Whether the agent refuses an empty request for lack of a right, and not for another reason."""
     method, path = verb.split()
     for name, value in FILLED.items():
         path = path.replace(name, value)
     is_opening = verb == "POST /v1/saves/{save_id}"
-    if verb in ENDINGS:  # where nothing is staged nothing is ended, and anybody is told so
+    if verb in ENDINGS:  # without an open save, these verbs answer without a check of the right
         with agent.client() as owner:
             owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
     body = json.dumps(OPENING if is_opening else {}).encode()
@@ -75,8 +75,8 @@ def is_denied(agent: RunningAgent, token: str, verb: str) -> bool:
     return response.status == 403 and b"needs the right" in raw
 
 
-def test_no_route_hands_on_to_one_that_is_not_listed() -> None:
-    """Each `match` on a request's path in the agent's doors is one of those that the tables are held against."""
+def test_all_routes_are_listed() -> None:
+    """Each `match` on a request path in the agent is in the list of routes that the tables are compared with."""
     found = {
         (path.stem, function.name)
         for path in (ROOT / "replicated_ckpt/agent/http").glob("*.py")
@@ -90,20 +90,20 @@ def test_no_route_hands_on_to_one_that_is_not_listed() -> None:
 
 @pytest.mark.parametrize("query", ["", "?brief=1", "?brief=1&opening=1"])
 def test_only_the_owner_sees_the_whole_status(agent: RunningAgent, query: str) -> None:
-    """Others see which agent answers, and how far its check and copies are: no paths, no open saves, no buckets."""
-    told = {"node_id", "incarnation", "start_id", "is_leaving", "tls_sha256", "verify", "bytes_fetched"}
+    """Other tokens see which agent answers, and the progress of its check and copies: no paths, open saves or buckets."""
+    public_fields = {"node_id", "incarnation", "start_id", "is_leaving", "tls_sha256", "verify", "bytes_fetched"}
     for token in (agent.endpoint.token, agent.endpoint.invitation()):
         with AgentClient(replace(agent.endpoint.address(), token=token)) as client:
-            assert client.call("GET", f"/v1/status{query}").keys() == told
+            assert client.call("GET", f"/v1/status{query}").keys() == public_fields
     with agent.client() as owner:
-        assert owner.call("GET", f"/v1/status{query}").keys() > told | {"root", "pid"}
+        assert owner.call("GET", f"/v1/status{query}").keys() > public_fields | {"root", "pid"}
 
 
-VERBS = sorted(rights_in_the_design(), key=lambda verb: (verb.endswith("shutdown"), verb))
+VERBS = sorted(rights_in_the_table_of_verbs(), key=lambda verb: (verb.endswith("shutdown"), verb))
 
 
 def ask(agent: RunningAgent, token: str | None, verb: str, fields: Mapping[str, object], ticket: str = "") -> int:
-    """The status of the answer to a request about SAVE; without a header where there is no token."""
+    """The HTTP status of a request about SAVE. Without a token, no header is sent."""
     method, path = verb.split()
     for name, value in FILLED.items():
         path = path.replace(name, value)
@@ -118,7 +118,7 @@ def ask(agent: RunningAgent, token: str | None, verb: str, fields: Mapping[str, 
 
 @pytest.fixture
 def two_saves(agent: RunningAgent) -> Iterator[dict[str, str]]:
-    """Their tickets, by id; both are open, and SAVE is one of them."""
+    """Opens SAVE and another save. Yields their tickets by save id."""
     tickets = {SAVE: "a" * 32, "8" * 32: "b" * 32}
     with agent.client() as owner:
         for number, (save_id, ticket) in enumerate(tickets.items()):
@@ -130,22 +130,24 @@ def two_saves(agent: RunningAgent) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_without_a_right_there_is_no_verb(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
-    """No token, an empty one, one of another agent and a ticket of the very save in a token's place: 401, each time."""
+def test_without_a_valid_token_every_verb_is_refused(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
+    """No token, an empty one, one of another agent, and the save's ticket in place of the token: each gets a 401."""
     for token in (None, "", Tokens.draw().owner, invite(Tokens.draw().owner, time.time()), two_saves[SAVE]):
         assert ask(agent, token, verb, OPENING, two_saves[SAVE]) == 401, token
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_ticket_is_good_for_its_own_save_alone(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
-    """A peer with the ticket of another save may do what it may without one; its own gives up, and settles, its save."""
-    peer, listed = agent.endpoint.token, Right[rights_in_the_design()[verb]]
+def test_a_ticket_is_valid_only_for_its_save(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
+    """A peer with the ticket of another save has no more rights than without it. The ticket of a save lets the peer
+    settle and abort that save.
+    """
+    peer, listed = agent.endpoint.token, Right[rights_in_the_table_of_verbs()[verb]]
     fields = OPENING if verb == "POST /v1/saves/{save_id}" else {}
     others, own = (ask(agent, peer, verb, fields, two_saves[save_id]) for save_id in ("8" * 32, SAVE))
     if verb in TICKETED:
         assert (others, own) == (403, 200)
     elif verb == WRITTEN:
-        assert (others, own) == (403, 400)  # 400: it names no shard
+        assert (others, own) == (403, 400)  # 400: the request names no shard
     else:
         is_refused = listed > Right.PEER or verb in ENDINGS
         assert (others == 403, own == 403) == (is_refused, is_refused)
@@ -153,27 +155,29 @@ def test_a_ticket_is_good_for_its_own_save_alone(agent: RunningAgent, two_saves:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_needs_the_right_that_is_listed(agent: RunningAgent, verb: str) -> None:
-    """Each token is refused below the listed right, and not for lack of it from there on."""
+    """A token below the listed right is refused for lack of the right. The other tokens are not."""
     tokens = {
         Right.SCRAPER: (agent.root / ".agent" / "metrics.token").read_text(),
         Right.PEER: agent.endpoint.token,
         Right.JOB: agent.endpoint.invitation(),
         Right.OWNER: agent.endpoint.owner_token,
     }
-    listed = Right[rights_in_the_design()[verb]]
+    listed = Right[rights_in_the_table_of_verbs()[verb]]
     for right, token in tokens.items():
         assert is_denied(agent, token, verb) == (right < listed), right
 
 
-def test_what_is_no_verb_is_the_owners() -> None:
-    """A verb that is added and forgotten in the list of rights is nobody else's."""
+def test_an_unknown_verb_needs_the_owner_token() -> None:
+    """A verb that is missing in the list of rights needs the owner token."""
     for parts in (["v1", "new"], [], ["v1", "object", "new"], ["v2", "holdings"], ["v1", "saves"]):
         assert needed_right("GET", parts) == needed_right("POST", parts) == Right.OWNER
     assert needed_right("DELETE", ["v1", "saves", SAVE, "x"]) == Right.OWNER
 
 
 def test_an_invitation_opens_one_agent_for_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither another agent's nor an old one, a changed one or a piece of one; and it does not reveal the owner's token."""
+    """An expired, changed or truncated invitation, and one of another agent, have no right. An invitation does not
+    contain the owner token.
+    """
     tokens, others, now = Tokens.draw(), Tokens.draw(), time.time()
     invitation = invite(tokens.owner, now)
     until, _, signature = invitation.partition(".")
@@ -192,7 +196,7 @@ def test_an_invitation_opens_one_agent_for_a_day(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("jump_s", [12 * INVITATION_S, -12 * INVITATION_S], ids=["forward", "back"])
 def test_a_clock_that_is_set_ends_no_invitation(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    """The host's clock is set while a save goes on, before its rank posts or after it: the coordinator is let in."""
+    """The host clock jumps during a save, before or after the invitation is made: the invitation stays valid."""
     clock = SimpleNamespace(time=lambda: time.time() + jump_s, monotonic=time.monotonic)
     tokens = Tokens.draw()
     before = invite(tokens.owner, time.time())
@@ -201,14 +205,14 @@ def test_a_clock_that_is_set_ends_no_invitation(monkeypatch: pytest.MonkeyPatch,
     assert [tokens.right_of(given) for given in (before, after)] == [Right.JOB] * 2
 
 
-def test_no_token_opens_an_agent_without_one() -> None:
-    """Where a token is empty, nothing shows it."""
+def test_an_empty_token_has_no_right() -> None:
+    """An empty token matches no right, even if the expected token is empty."""
     assert Tokens("", "").right_of("") is None
     assert Tokens("p", "").right_of("") is None
 
 
-def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
-    """The error that arrives has the next step of this case, and the log has one line, whatever the request says."""
+def test_a_refusal_has_a_hint(tmp_path: Path) -> None:
+    """The error has the hint for this case. The log has one line for each refusal, whatever the request contains."""
     with running_agent(tmp_path / "a") as agent:
         with agent.peer() as client, pytest.raises(StoreDenied) as raised:
             client.call("POST", "/v1/object/probe", {"url": "x\ny"})

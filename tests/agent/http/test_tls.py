@@ -1,4 +1,4 @@
-"""TLS: what leaves the host is encrypted; nothing is said to an agent that has another certificate, or none."""
+"""TLS: traffic between hosts is encrypted, and nothing is sent to an agent with another certificate or none."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
 from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_context
 from tests.agent.agents import HOME, running_agent, stop_agent
-from tests.agent.test_agent import begin, committed, sent
+from tests.agent.test_agent import begin, committed, send_shard
 from tests.harness.cluster import Cluster, call
 from tests.steps import state
 
@@ -45,13 +45,13 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
 
 
 @needs_openssl
-def test_everything_works_over_it(tmp_path: Path) -> None:
-    """A shard goes in, is committed and read by range, and the address says which certificate it was."""
+def test_shards_are_written_and_read_over_tls(tmp_path: Path) -> None:
+    """A shard is sent, committed and read by range over TLS, and the endpoint has the fingerprint of the certificate."""
     cert, key = certificate(tmp_path, "node")
     with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
         assert agent.endpoint.tls_sha256 == fingerprint(cert)
         name = begin(agent, 2, checkpoint_id="step-2")
-        sent(agent, name, DATA)
+        send_shard(agent, name, DATA)
         expected = committed(agent, 1, DATA)
         with agent.client() as client:
             raw = bytearray(1000)
@@ -62,8 +62,8 @@ def test_everything_works_over_it(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_nothing_is_said_to_another_certificate(tmp_path: Path) -> None:
-    """Who has the address but not the key gets no token: the connection ends before a byte of the request is sent."""
+def test_nothing_is_sent_to_another_certificate(tmp_path: Path) -> None:
+    """The connection ends before the request, and so the token, is sent."""
     cert, key = certificate(tmp_path, "node")
     other, _ = certificate(tmp_path, "other")
     with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
@@ -73,12 +73,14 @@ def test_nothing_is_said_to_another_certificate(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_plain_talk_is_not_answered(tmp_path: Path) -> None:
-    """An agent with a certificate never speaks plainly, and one that dawdles over its handshake hurts nobody."""
+def test_plain_http_is_not_answered(tmp_path: Path) -> None:
+    """An agent with a certificate does not answer plain HTTP. A client that never finishes its handshake does not block
+    others.
+    """
     cert, key = certificate(tmp_path, "node")
     with (
         running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent,
-        socket.create_connection((agent.endpoint.host, agent.endpoint.port)),  # says nothing
+        socket.create_connection((agent.endpoint.host, agent.endpoint.port)),  # never sends a handshake
     ):
         plain = replace(agent.endpoint.address(), tls_sha256="")
         with AgentClient(plain) as client, pytest.raises(StoreUnavailable):
@@ -88,8 +90,8 @@ def test_plain_talk_is_not_answered(tmp_path: Path) -> None:
 
 
 @needs_openssl
-def test_what_is_no_certificate_is_refused(tmp_path: Path) -> None:
-    """A wrong file is an error that names it, before the agent listens."""
+def test_an_invalid_certificate_file_is_refused(tmp_path: Path) -> None:
+    """A wrong file raises an error with its name before the agent listens."""
     cert, key = certificate(tmp_path, "node")
     _, other = certificate(tmp_path, "other")
     for pair in ((key, cert), (cert, other), (str(tmp_path / "none"), key)):
@@ -99,8 +101,10 @@ def test_what_is_no_certificate_is_refused(tmp_path: Path) -> None:
 
 @needs_openssl
 @pytest.mark.multiprocess
-def test_ranks_save_and_load_over_it(tmp_path: Path) -> None:
-    """With the environment set nothing else is needed: the agents that ranks start speak TLS, and a node can be lost."""
+def test_ranks_save_and_load_over_tls(tmp_path: Path) -> None:
+    """The environment alone makes the agents that ranks start use TLS. After a node is lost, the load returns the same
+    bytes.
+    """
     cert, key = certificate(tmp_path, "node")
     environment = {"REPLICATED_CKPT_TLS_CERT": cert, "REPLICATED_CKPT_TLS_KEY": key}
     with Cluster(tmp_path / "cluster", 2, environment=environment, quick_exit=True) as cluster:
@@ -112,11 +116,11 @@ def test_ranks_save_and_load_over_it(tmp_path: Path) -> None:
         assert loaded.digests() == saved
 
 
-# Without a word of the user -------------------------------------------------------------------------------------------
+# Without configuration -----------------------------------------------------------------------------------------------
 
 
 def test_an_agent_that_others_reach_has_a_certificate_of_its_own(tmp_path: Path) -> None:
-    """Made at its first start, private, and the same ever after, on loopback too: its peers know it by that one."""
+    """An agent on all addresses makes a private certificate at its first start, and keeps it, later also on loopback."""
     found = []
     for arguments in (EVERYWHERE, EVERYWHERE, ()):
         with running_agent(tmp_path / "a", *arguments) as agent:
@@ -133,7 +137,7 @@ def test_an_agent_that_others_reach_has_a_certificate_of_its_own(tmp_path: Path)
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_takes_the_agents_certificate(tmp_path: Path) -> None:
-    """What the runbook says to ask an agent with is answered."""
+    """The curl command of the runbook gets an answer."""
     with running_agent(tmp_path / "a", *EVERYWHERE) as agent:
         certificate = tmp_path / "a" / ".agent" / "tls.pem"
         url = f"https://localhost:{agent.endpoint.port}/v1/status"
@@ -143,31 +147,33 @@ def test_curl_takes_the_agents_certificate(tmp_path: Path) -> None:
         assert json.loads(shown.stdout)["node_id"] == agent.endpoint.node_id
 
 
-def test_an_agent_on_loopback_makes_none(tmp_path: Path) -> None:
-    """What stays on the host is not encrypted."""
+def test_an_agent_on_loopback_makes_no_certificate(tmp_path: Path) -> None:
+    """An agent that listens only on loopback makes no certificate."""
     with running_agent(tmp_path / "a") as agent:
         assert agent.endpoint.tls_sha256 == ""
         assert not (tmp_path / "a" / ".agent" / "tls.pem").exists()
 
 
-def test_plain_is_what_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--plain`, or the variable, an agent that others reach speaks HTTP, and is talked to where that is set."""
+def test_plain_http_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--plain`, or the variable, an agent on all addresses serves HTTP. Only clients with the variable connect to
+    it.
+    """
     with running_agent(tmp_path / "a", *EVERYWHERE, "--plain") as agent:
         assert agent.endpoint.tls_sha256 == ""
         beyond = replace(
             agent.endpoint.local_address(), host="0.0.0.0"
-        )  # reaches this host, and is no loopback address
+        )  # connects to this host, but is not a loopback address
         with AgentClient(beyond) as client, pytest.raises(StoreDenied, match="no fingerprint"):
             client.call("GET", "/v1/status")
         monkeypatch.setenv(PLAIN_ENV, "1")
         with AgentClient(beyond) as client:
             assert client.call("GET", "/v1/status")["node_id"] == agent.endpoint.node_id
-    with running_agent(tmp_path / "b", *EVERYWHERE) as agent:  # it has the variable
+    with running_agent(tmp_path / "b", *EVERYWHERE) as agent:  # the agent inherits the variable
         assert agent.endpoint.tls_sha256 == ""
 
 
-def test_a_certificate_that_is_damaged_is_an_error_with_a_way_out(tmp_path: Path) -> None:
-    """Nobody is served with another one without a word: other nodes would not know it."""
+def test_a_damaged_certificate_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    """The agent does not replace a damaged certificate by itself, because other nodes would not trust the new one."""
     (tmp_path / "a" / ".agent").mkdir(parents=True)
     path = tmp_path / "a" / ".agent" / "tls.pem"
     path.write_text("damaged")
@@ -200,22 +206,22 @@ print([str(warning.message) for warning in caught])
 
 
 def test_without_the_package_for_certificates_a_warning_says_what_to_install(tmp_path: Path) -> None:
-    """Agent and rank warn, the rank once, and go on in the clear."""
+    """Without `cryptography`, the agent and (once) the rank warn, and continue unencrypted."""
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     with subprocess.Popen(
         [sys.executable, "-c", WITHOUT_CRYPTOGRAPHY, tmp_path / "a"], env=environment, stderr=subprocess.PIPE, text=True
     ) as agent:
         rank = [sys.executable, "-W", "default", "-c", RANK_WITHOUT, str(tmp_path / "a")]
-        said = agent.stderr.readline() if agent.stderr else ""  # before it serves
+        warning_line = agent.stderr.readline() if agent.stderr else ""  # logged before the agent serves
         done = subprocess.run(rank, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
-        assert "pip install cryptography" in said
+        assert "pip install cryptography" in warning_line
         assert done.stdout.count("pip install cryptography") == 1
         agent.terminate()
 
 
-def test_ranks_replace_an_agent_that_speaks_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that an earlier job left, `--plain`, gives way to one that encrypts; one on loopback may stay."""
+def test_ranks_replace_a_plain_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `--plain` agent of an earlier job stays for a job on one host. Ranks that need encryption replace it."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     store = LocalStore(tmp_path / "a")
     with running_agent(tmp_path / "a", *EVERYWHERE, "--plain") as plain:
@@ -234,7 +240,7 @@ def test_ranks_replace_an_agent_that_speaks_plainly(tmp_path: Path, monkeypatch:
 
 @contextmanager
 def listener() -> Iterator[tuple[int, list[bytes]]]:
-    """A server that speaks no TLS, and what it was sent."""
+    """A server without TLS. Yields its port and the list of requests it received."""
     got: list[bytes] = []
     with socket.create_server(("0.0.0.0", 0)) as server:
 
@@ -256,7 +262,7 @@ def listener() -> Iterator[tuple[int, list[bytes]]]:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1.", "0", "0x7f.1", "::ffff:127.0.0.1", socket.gethostname()])
 def test_no_token_goes_out_without_a_certificate(host: str) -> None:
-    """Who writes an address without a fingerprint gets no connection, however the host is spelled."""
+    """A client refuses an address of another host without a fingerprint, however the host is spelled."""
     with listener() as (port, got):
         address = AgentAddress("n", host, port, "SECRETTOKEN")
         with AgentClient(address, 3) as client, pytest.raises(StoreDenied, match="no fingerprint") as caught:
@@ -271,10 +277,10 @@ def test_no_token_goes_out_without_a_certificate(host: str) -> None:
         assert b"SECRETTOKEN" in got[0]
 
 
-def test_without_the_package_what_is_sent_in_the_clear_is_said(
+def test_without_the_package_an_unencrypted_peer_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line for each peer, which names what to install; nothing is said of this host, or of a trusted network."""
+    """One warning for each peer names the package to install. There is none for this host or for a trusted network."""
     monkeypatch.setattr(tls, "can_encrypt", lambda: False)
     with listener() as (port, got):
         far = AgentAddress("n", "0.0.0.0", port, "TOKEN")
@@ -285,13 +291,15 @@ def test_without_the_package_what_is_sent_in_the_clear_is_said(
         with AgentClient(replace(far, node_id="trusted"), 3) as client:
             client.call("GET", "/v1/status")
         assert len(got) == 4
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert far.label in said
-    assert "pip install cryptography" in said
+    (warning_line,) = [record.getMessage() for record in caplog.records]
+    assert far.label in warning_line
+    assert "pip install cryptography" in warning_line
 
 
-def test_without_the_package_no_known_certificate_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is known to encrypt is talked to by TLS, which needs no package, or not at all."""
+def test_without_the_package_a_known_certificate_stays_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node with a known certificate is reached by TLS, which needs no package, or not at all."""
     monkeypatch.setattr(tls, "can_encrypt", lambda: False)
     pinned = AgentAddress("b" * 12, "10.0.0.1", 7, "token", 3, "a" * 64)
     book = PeerBook(tmp_path)
@@ -306,13 +314,13 @@ def test_without_the_package_no_known_certificate_is_given_up(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
-def test_what_stays_on_this_host_needs_none(host: str) -> None:
-    """An agent that listens on loopback only is talked to without TLS."""
+def test_loopback_needs_no_tls(host: str) -> None:
+    """Loopback addresses need no TLS."""
     assert is_loopback(host)
 
 
-def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address without a fingerprint for a node that has one is not learnt, unless the network is trusted."""
+def test_a_known_certificate_stays_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A book refuses an address without a fingerprint for a node that has one, unless the network is trusted."""
     book = PeerBook(tmp_path)
     pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, "a" * 64)
     plain = replace(pinned, tls_sha256="", port=8, incarnation=9)
@@ -331,8 +339,8 @@ def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("verb", ["peers", "hello", "saves"])
-def test_an_agent_takes_no_downgrade(tmp_path: Path, verb: str) -> None:
-    """Whoever has its token and posts an address in the clear for a node that encrypts is refused, by every verb."""
+def test_an_agent_refuses_a_downgrade(tmp_path: Path, verb: str) -> None:
+    """Every verb refuses an unencrypted address for a node with a known certificate, even with the agent's token."""
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
         pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, "a" * 64)
         plain = replace(pinned, tls_sha256="", incarnation=9).to_json()
@@ -350,17 +358,17 @@ def test_an_agent_takes_no_downgrade(tmp_path: Path, verb: str) -> None:
         assert PeerBook(tmp_path / "a" / ".agent").read_all() == (pinned,)
 
 
-def test_a_refusal_in_the_middle_of_an_upload_is_heard(tmp_path: Path) -> None:
-    """Over TLS as without: who still sends learns why, instead of meeting a broken connection."""
+def test_a_refusal_in_the_middle_of_an_upload_reaches_the_sender(tmp_path: Path) -> None:
+    """The sender of a large upload over TLS gets the error of the agent, not a broken connection."""
     with running_agent(tmp_path / "a", *EVERYWHERE) as agent:
         name = begin(agent, 2, checkpoint_id="step-2")
         with AgentClient(agent.endpoint.local_address()) as client:
             client.call("POST", f"/v1/saves/{name}/abort", {"why": "test"})
             with pytest.raises(SaveAborted):
-                sent_whole(client.start_upload(f"/v1/saves/{name}/__0_0.distcp", {}))
+                send_all(client.start_upload(f"/v1/saves/{name}/__0_0.distcp", {}))
 
 
-def sent_whole(upload: Upload) -> None:
+def send_all(upload: Upload) -> None:
     for _ in range(6):
         upload.send(memoryview(DATA))
     upload.finish_upload()

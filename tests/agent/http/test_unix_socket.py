@@ -1,4 +1,4 @@
-"""The agent's local door: what goes wrong for one rank closes it for none."""
+"""The agent's Unix socket: an error of one rank does not close it for the others."""
 
 import contextlib
 import errno
@@ -25,8 +25,8 @@ from replicated_ckpt.stores.peer.local_messages import listen
 from tests.stopwatch import Stopwatch
 
 
-def test_too_many_open_files_for_a_moment_do_not_close_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent has no descriptor left for one rank; a moment later it answers: here, that no such save is open."""
+def test_too_many_open_files_do_not_close_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accept` fails once with EMFILE. A moment later the agent answers: here, that no such save is open."""
     store = LocalStore(tmp_path / "root")
     unix_socket = UnixSocketServer(store.agent_directory(), NodeService(store), list[RankReport]().append)
     failures, accept = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))], socket.socket.accept
@@ -53,7 +53,7 @@ def save_of(rank: int) -> RankReport:
 
 
 def test_reports_of_ranks_arrive_as_they_were_sent(tmp_path: Path) -> None:
-    """One that is no report is refused, in the log, and the socket takes the next."""
+    """A report arrives unchanged. An invalid one is refused in the log, and the next one is taken."""
     store = LocalStore(tmp_path / "root")
     taken: queue.Queue[RankReport] = queue.Queue()
     unix_socket = UnixSocketServer(store.agent_directory(), NodeService(store), taken.put)
@@ -67,8 +67,8 @@ def test_reports_of_ranks_arrive_as_they_were_sent(tmp_path: Path) -> None:
         unix_socket.close()
 
 
-def test_a_report_waits_for_no_agent(tmp_path: Path, stopwatch: Stopwatch) -> None:
-    """No agent runs; one was stopped so long ago that its socket takes no more: training goes on within a second."""
+def test_sending_a_report_does_not_wait_for_an_agent(tmp_path: Path, stopwatch: Stopwatch) -> None:
+    """No agent runs, or a stopped one has a full socket: sending a report takes less than a second."""
     store = LocalStore(tmp_path / "root")
     send_report(store, save_of(0))
     with contextlib.closing(listen(store.agent_directory())) as listener:

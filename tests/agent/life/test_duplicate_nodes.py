@@ -1,4 +1,6 @@
-"""Two living agents of one node, as a cloned disk makes them: peers warn, and `status` says so until one is gone."""
+"""Two agents run as the same node, from a cloned disk: peers warn, and `status` reports it until one of the agents
+ends.
+"""
 
 import shutil
 from functools import partial
@@ -34,7 +36,9 @@ def introduce(one: RunningAgent, other: RunningAgent) -> None:
 
 @pytest.mark.parametrize("starts", [0, 1, 2], ids=["fewer starts", "as many starts", "more starts"])
 def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: int) -> None:
-    """However often each was started since: by the peer that both greet, in its log and status, and by the second one."""
+    """However often each agent was started: the peer that both greet warns in its log and status, and the second agent
+    in its status.
+    """
     roots = [tmp_path / name for name in ("peer", "node", "clone")]
     with running_agent(roots[0], *OFTEN) as peer, running_agent(roots[1], *OFTEN) as node:
         introduce(peer, node)
@@ -51,29 +55,31 @@ def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: in
             with running_agent(roots[2], *OFTEN) as clone:
                 assert clone.endpoint.node_id == node_id
                 for agent in (peer, clone):
-                    (said,) = wait_for(partial(duplicate_nodes, agent), 30.0, "a line about two agents")
-                    assert f"Two agents are node {node_id}: at 127.0.0.1:" in said
+                    (warning,) = wait_for(partial(duplicate_nodes, agent), 30.0, "the warning about two agents")
+                    assert f"Two agents are node {node_id}: at 127.0.0.1:" in warning
                     code, found = as_json("status", "--root", agent.root)
                     assert code == ExitCode.FAILED
-                    assert said in found["reasons"]
+                    assert warning in found["reasons"]
                 assert duplicate_nodes(node) == []
-            wait_for(lambda: not duplicate_nodes(peer), 30.0, "the end of that line")
+            wait_for(lambda: not duplicate_nodes(peer), 30.0, "the end of the warning")
         (known,) = PeerBook(peer.root / ".agent").read_all()
-        assert known.port == node.endpoint.port, "what the clone said of itself was not believed"
+        assert known.port == node.endpoint.port, "the peer took the address of the clone"
     log = (roots[0] / "agent.out").read_text()
     assert log.count("WARNING replicated_ckpt.node.peers.address_book: Two agents are node") == 1
 
 
-def test_a_peer_that_says_nothing_new_takes_nothing_back(tmp_path: Path) -> None:
-    """It has not looked, as this agent greets too often, or it is silent: `status` of the second agent stays degraded."""
+def test_a_peer_without_an_answer_does_not_clear_a_refusal(tmp_path: Path) -> None:
+    """A peer that refuses to check again, or is silent, does not clear an earlier refusal: the second agent stays
+    degraded.
+    """
     book = PeerBook(tmp_path)
     book.learn([AgentAddress("a" * 12, "127.0.0.1", 1, "t" * 32)])
     greeter = Greeter(book, Endpoint("b" * 12, "127.0.0.1", 2, "t" * 32, 1, "0"))
     unheard = StoreUnavailable("a peer", "hear", "node b", "greets too often")
     answers = [ConfigInvalid("Two agents are node b."), unheard, unheard, None]
-    said = []
+    refusals = []
     with mock.patch.object(Greeter, "_tell", side_effect=answers):
         for _ in answers:
             greeter.greet_all()
-            said.append([*greeter.describe_refusals()])
-    assert said == [[str(answers[0])]] * 3 + [[]]
+            refusals.append([*greeter.describe_refusals()])
+    assert refusals == [[str(answers[0])]] * 3 + [[]]

@@ -1,4 +1,4 @@
-"""The file that says where an agent listens: whoever removes old files, or a full disk, keeps no rank from it for long."""
+"""The endpoint file: a removed or damaged file, or a full disk, does not keep ranks from the agent for long."""
 
 import errno
 import json
@@ -18,14 +18,14 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from tests.agent.agents import running_agent, stop_agent, wait_for
-from tests.agent.life.test_life import signals_given_back
+from tests.agent.life.test_life import restored_signals
 from tests.agent.life.test_listeners import listen
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
 
 def test_an_endpoint_that_was_removed_or_changed_is_written_again(tmp_path: Path) -> None:
-    """Ranks find the same agent then; before, each waited for its end in vain."""
+    """Ranks then find the running agent."""
     with running_agent(tmp_path / "root") as agent:
         directory = agent.root / ".agent"
         for change in (Path.unlink, lambda path: path.write_text("{}"), lambda path: path.chmod(0o666)):
@@ -41,7 +41,9 @@ def _is_whole(directory: Path) -> bool:
 
 @pytest.mark.parametrize(("met", "host"), [([], "127.0.0.1"), (["127.0.0.1"], "127.0.0.1"), (["10.1.2.3"], "0.0.0.0")])
 def test_an_agent_listens_where_the_nodes_that_it_has_met_reach_it(tmp_path: Path, met: list[str], host: str) -> None:
-    """Nobody has told it: a person who starts one as an error says, or a rank that asks for one that has died."""
+    """An agent without `--host`, started by hand or by a rank, listens on all addresses if its book has a peer on
+    another host.
+    """
     store = LocalStore(tmp_path / "root")
     PeerBook(store.agent_directory()).learn(
         [AgentAddress("f" * 12, peer, 9, "token", tls_sha256="0" * 64) for peer in met]
@@ -59,7 +61,7 @@ def test_an_agent_listens_where_the_nodes_that_it_has_met_reach_it(tmp_path: Pat
 def test_a_port_that_another_program_has_taken_costs_one_time_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an agent that was killed: what listens there now says nothing, and is asked again before the next one serves."""
+    """After an agent is killed, a silent program listens on its port: ranks wait for the long timeout only once."""
     long_s, asked = 1.5, list[float]()
 
     class Asking(AgentClient):
@@ -83,21 +85,21 @@ def test_a_port_that_another_program_has_taken_costs_one_time_out(
         stop_agent(tmp_path / "root")
 
 
-def test_an_agent_that_a_full_disk_keeps_from_starting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A typed error with the next step, as everywhere, and no trace of a start."""
+def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent raises StoreFull and leaves no endpoint file."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(life, "keep_identity", refuse)
-    with signals_given_back(), pytest.raises(StoreFull, match="No space left"):
+    with restored_signals(), pytest.raises(StoreFull, match="No space left"):
         life.Agent(AgentConfig(str(tmp_path))).run()
     assert not (tmp_path / ".agent" / "endpoint.json").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"port": 69600}, {"port": -1}, {"incarnation": 1 << 62}])
-def test_an_identity_with_a_flipped_bit_is_drawn_anew(tmp_path: Path, wrong: dict[str, int]) -> None:
-    """A port that there is not would end each start of the agent."""
+def test_an_invalid_identity_is_replaced(tmp_path: Path, wrong: dict[str, int]) -> None:
+    """An invalid port in the file would end every start of the agent."""
     keep_identity(tmp_path, kept := next_identity(tmp_path, "node"))
     assert next_identity(tmp_path, "node").token == kept.token
     path = tmp_path / "identity.json"

@@ -1,4 +1,4 @@
-"""Who listens on a port: netlink and /proc say the same."""
+"""Finds the processes that listen on a port, by netlink and by /proc."""
 
 import contextlib
 import os
@@ -29,9 +29,11 @@ def refuse() -> list[object]:
 def test_sockets_that_listen_are_found(
     monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily, host: str, by_netlink: bool
 ) -> None:
-    """Each with its user and inode; two that share a port are two; a connection to one is none; a closed one is gone."""
+    """Each listening socket has its user and inode, also two on one port. Connections and closed sockets are not
+    listed.
+    """
     if by_netlink:
-        assert listening_sockets(), "this kernel is asked in vain"
+        assert listening_sockets(), "netlink lists no sockets on this kernel"
     else:
         monkeypatch.setattr(listeners, "listening_sockets", refuse)
     with contextlib.ExitStack() as stack:

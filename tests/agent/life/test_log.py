@@ -1,4 +1,4 @@
-"""The log of an agent: two files of bounded size, whatever the agent and strangers do."""
+"""The log of an agent: two files of bounded size, whatever the agent and its clients do."""
 
 import logging
 import socket
@@ -35,8 +35,8 @@ raise SystemExit("and how it ended")
 """
 
 
-def test_a_log_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
-    """The newest lines, prints and tracebacks included, are in `log`, those before in `log.1`, and nothing else is kept."""
+def test_a_full_log_is_rotated(tmp_path: Path) -> None:
+    """`log` has the newest lines, with prints and tracebacks. `log.1` has the lines before. Older lines are gone."""
     done = subprocess.run([sys.executable, "-c", TALKER, str(tmp_path)], timeout=60, check=False)
     assert done.returncode == 1
     assert {path.name for path in tmp_path.iterdir()} == {"log", "log.1"}
@@ -48,8 +48,8 @@ def test_a_log_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
     assert numbers == list(range(numbers[0], 1000))
 
 
-def test_a_log_that_can_go_on_in_no_new_file_ends_no_thread(tmp_path: Path) -> None:
-    """What is logged is most often that the disk refuses something. The full file takes as much again, and then no more."""
+def test_a_log_that_cannot_be_rotated_ends_no_thread(tmp_path: Path) -> None:
+    """The log cannot be rotated: the file grows to twice its limit, then lines are dropped. No thread ends."""
     (tmp_path / "log.1").mkdir()
     subprocess.run([sys.executable, "-c", TALKER, str(tmp_path)], timeout=60, check=False)
     log = (tmp_path / "log").read_text()
@@ -58,7 +58,7 @@ def test_a_log_that_can_go_on_in_no_new_file_ends_no_thread(tmp_path: Path) -> N
 
 
 def test_a_record_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Whatever it quotes: a refusal, a manifest's names, a plan of repair that a peer has brought."""
+    """Line breaks and control characters in quoted values are escaped."""
     forged = "x\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\x1b[2J"
     quoted = (RestoreManifest("n", "step-1", "1" * 32, (forged,)), forged)
     BoundedLog(tmp_path).handle(logging.makeLogRecord({"msg": "not done: %s: %s", "args": quoted}))
@@ -66,8 +66,8 @@ def test_a_record_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert line.isprintable()
 
 
-def test_a_full_log_is_set_aside_before_an_agent_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that fail at their start, again and again, fill it no more than one that runs."""
+def test_a_full_log_is_rotated_before_an_agent_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that fail at their start again and again do not let the log grow."""
     monkeypatch.setattr("replicated_ckpt.agent.state.log_file.LOG_BYTES_MAX", 10)
     for text in (b"first, long enough", b"second, long enough", b"third"):
         with open(open_log(tmp_path), "ab") as log:  # noqa: PTH123 - a descriptor
@@ -76,16 +76,18 @@ def test_a_full_log_is_set_aside_before_an_agent_starts(tmp_path: Path, monkeypa
     assert (tmp_path / "log.1").read_bytes() == b"second, long enough"
 
 
-def test_a_log_is_no_link(tmp_path: Path) -> None:
-    """Nothing is appended, or created, at the other end of one."""
+def test_a_log_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    """An agent does not write through a symbolic link in place of its log."""
     (tmp_path / LOG_NAME).symlink_to(tmp_path / "precious")
     with pytest.raises(StoreDenied, match="symbolic link"):
         open_log(tmp_path)
     assert not (tmp_path / "precious").exists()
 
 
-def test_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """One line a minute for each address, with a count; more addresses than are kept go together; nothing is forgotten."""
+def test_unauthenticated_clients_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Unauthenticated requests: one line a minute for each address, with a count. Addresses above the limit share one
+    line.
+    """
     now = 0.0
     unauthenticated = UnauthenticatedClients(lambda: now)
     for _ in range(1000):
@@ -109,7 +111,7 @@ def test_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def flood(port: int) -> None:
-    """Many kinds of connections that never show the token."""
+    """Makes many kinds of connections without a valid token."""
     kinds = [
         b"GET /v1/status HTTP/1.1\r\nAuthorization: Bearer " + b"x" * 32 + b"\r\n\r\n",
         b"PUT /" + b"y" * 5000 + b" HTTP/1.1\r\nContent-Length: 100\r\n\r\nshort",
@@ -123,11 +125,11 @@ def flood(port: int) -> None:
                     connection.sendall(raw)
                     connection.recv(100) if b"Bearer" in raw else None
                 except OSError:
-                    continue  # it was refused while it still came
+                    continue  # the agent refused the request before all of it was sent
 
 
 def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flood of them costs the log of a real agent a few hundred bytes; a request with the token is logged as before."""
+    """A flood of them adds at most two lines to the log of a real agent. A request with the token is logged as before."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     root = tmp_path / "root"
     endpoint = ensure_agent(LocalStore(root), "127.0.0.1")
@@ -139,24 +141,24 @@ def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeyp
             with pytest.raises(Exception, match="no such verb"):
                 client.call("GET", "/v1/nothing")
             client.call("GET", "/v1/status")
-        said = log.read_text().removeprefix(before)
-        unauthenticated = [line for line in said.splitlines() if "/v1/nothing" not in line]
-        assert len(unauthenticated) <= 2, said[:2000]
-        assert len(said) < 2000
-        assert "no valid token from 127.0.0.1" in said
-        assert "/v1/nothing" in said
+        added = log.read_text().removeprefix(before)
+        unauthenticated = [line for line in added.splitlines() if "/v1/nothing" not in line]
+        assert len(unauthenticated) <= 2, added[:2000]
+        assert len(added) < 2000
+        assert "no valid token from 127.0.0.1" in added
+        assert "/v1/nothing" in added
     finally:
         stop_agent(root)
 
 
-def test_a_peer_that_breaks_its_connection_off_is_one_line(tmp_path: Path) -> None:
-    """As one that is killed in the middle of a load: nothing is wrong with this agent, and no traceback says so."""
+def test_a_reset_connection_is_one_line(tmp_path: Path) -> None:
+    """A peer resets its connection, as a killed one does: the log has one line and no traceback."""
     with running_agent(tmp_path / "root") as agent:
         ask = f"GET /v1/status?brief=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.endpoint.token}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", agent.endpoint.port), 10) as peer:
             peer.sendall(ask.encode())
             assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200")
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
         log = tmp_path / "root" / "agent.out"
-        wait_for(lambda: "connection broke: ConnectionResetError" in log.read_text(), 10, "a line about it")
+        wait_for(lambda: "connection broke: ConnectionResetError" in log.read_text(), 10, "the log line")
         assert "Traceback" not in log.read_text()

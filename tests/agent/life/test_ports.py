@@ -1,4 +1,4 @@
-"""Which port an agent takes: one of those that it was told of, and of those the one that its peers know."""
+"""Which port of its range an agent takes: the one that its peers know, else the first free one."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.agent.agents import running_agent, stop_agent
 
 @pytest.fixture
 def free_ports() -> Iterator[int]:
-    """The first of three ports in a row that are free now."""
+    """The first of three consecutive ports that are free."""
     for first in range(29600, 32000, 3):
         with ExitStack() as stack:
             try:
@@ -30,7 +30,7 @@ def free_ports() -> Iterator[int]:
 
 
 def test_an_agent_takes_the_first_free_port_of_its_range(tmp_path: Path, free_ports: int) -> None:
-    """Two agents on one node share a range, and a firewall needs to know no more than that."""
+    """Two agents on one host share a range, and a firewall needs only the range."""
     ports = f"{free_ports}-{free_ports + 2}"
     with (
         running_agent(tmp_path / "a", "--port", ports) as first,
@@ -40,7 +40,7 @@ def test_an_agent_takes_the_first_free_port_of_its_range(tmp_path: Path, free_po
 
 
 def test_an_agent_comes_back_on_the_port_that_it_had(tmp_path: Path, free_ports: int) -> None:
-    """Its peers have it in their address books; it leaves it only where its range no longer has it."""
+    """A restarted agent keeps its port, which peers have in their books, unless the port is outside its range now."""
     with running_agent(tmp_path, "--port", str(free_ports + 1)):
         pass
     with running_agent(tmp_path, "--port", f"{free_ports}-{free_ports + 2}") as again:
@@ -49,10 +49,10 @@ def test_an_agent_comes_back_on_the_port_that_it_had(tmp_path: Path, free_ports:
         assert moved.endpoint.port == free_ports
 
 
-def test_an_agent_that_ranks_start_takes_a_port_of_the_environments(
+def test_the_variable_sets_the_ports_of_an_agent_that_a_rank_starts(
     tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank has no option for it."""
+    """The variable sets the range, as a rank has no option for it."""
     monkeypatch.setenv(PORT_ENV, f"{free_ports}-{free_ports + 2}")
     try:
         assert ensure_agent(LocalStore(tmp_path), "127.0.0.1").port == free_ports
@@ -60,8 +60,10 @@ def test_an_agent_that_ranks_start_takes_a_port_of_the_environments(
         stop_agent(tmp_path)
 
 
-def test_no_free_port_says_what_to_do(tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never one outside the range, where a firewall would drop what the peers send."""
+def test_without_a_free_port_the_agent_does_not_start(
+    tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent takes no port outside the range: a firewall may block it."""
     monkeypatch.setenv(PORT_ENV, str(free_ports))
     with (
         socket.create_server(("127.0.0.1", free_ports)),
@@ -70,10 +72,10 @@ def test_no_free_port_says_what_to_do(tmp_path: Path, free_ports: int, monkeypat
         ensure_agent(LocalStore(tmp_path), "127.0.0.1")
 
 
-def test_the_end_of_an_agents_log_begins_with_a_line(
+def test_the_error_quotes_whole_lines_of_the_log(
     tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often others failed before: what is shown of the log is whole lines, and of this one."""
+    """The error quotes whole lines of the log, and only those of the agent that failed now."""
     monkeypatch.setenv(PORT_ENV, str(free_ports))
     with socket.create_server(("127.0.0.1", free_ports)):
         for _ in range(2):
@@ -88,8 +90,8 @@ def test_the_end_of_an_agents_log_begins_with_a_line(
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "65536", "2-1", "1-65536", "29600-", "0-5", "29600,29601", "²"])
-def test_what_is_no_port_is_refused(text: str) -> None:
-    """With the text that was given."""
+def test_an_invalid_port_is_refused(text: str) -> None:
+    """The error shows an example of a range."""
     with pytest.raises(ConfigInvalid, match="29600-29631"):
         AgentConfig("/x", port=text)
 
@@ -98,5 +100,5 @@ def test_what_is_no_port_is_refused(text: str) -> None:
     ("text", "ports"), [("", range(0)), ("0", range(0)), ("7", range(7, 8)), ("7-9", range(7, 10))]
 )
 def test_a_port_or_a_range_is_read(text: str, ports: range) -> None:
-    """0 is any port, as everywhere."""
+    """0 and the empty text mean any port."""
     assert parse_ports(text) == ports

@@ -1,4 +1,4 @@
-"""Releases that cannot talk to each other: each is told which one runs where, and what to do."""
+"""Two releases with different protocols: the error has both releases, their nodes, and what to do."""
 
 import json
 import os
@@ -30,8 +30,8 @@ WHAT_TO_DO = "Install the newer release on all nodes"
 
 @contextmanager
 def agent_of(root: Path, release: tuple[int, str], *arguments: str) -> Iterator[Endpoint]:
-    """A real agent that says it is of another release."""
-    command = [sys.executable, "-m", "tests.agent.pretending", *map(str, release), "--root", str(root), *arguments]
+    """A real agent that reports another release."""
+    command = [sys.executable, "-m", "tests.agent.other_release", *map(str, release), "--root", str(root), *arguments]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HOME)}, stderr=subprocess.DEVNULL) as process:
         try:
             yield wait_for(lambda: _endpoint(root, process.pid), 20, "the agent")
@@ -46,7 +46,7 @@ def _endpoint(root: Path, pid: int) -> Endpoint | None:
 
 @pytest.mark.parametrize("release", [NEWER, OLDER], ids=["newer", "older"])
 def test_an_agent_refuses_another_protocol(tmp_path: Path, release: tuple[int, str]) -> None:
-    """The error names the node, both releases and what to do; the agent can still be looked at, and told to leave."""
+    """The error names the node, both releases and what to do. `status` and `shutdown` still work."""
     with agent_of(tmp_path / "a", release) as endpoint, AgentClient(endpoint.local_address()) as client:
         assert client.call("GET", "/v1/status")["version"] == release[1]
         named = f"node {endpoint.node_id} at .*runs replicated_ckpt {release[1]} "
@@ -57,19 +57,19 @@ def test_an_agent_refuses_another_protocol(tmp_path: Path, release: tuple[int, s
         client.call("POST", "/v1/shutdown")
 
 
-def test_what_another_release_of_the_protocol_says_or_does_not_say_of_a_load_is_taken() -> None:
-    """A coordinator of a later one says more, one of an earlier one does not say which nodes are silent."""
+def test_a_survey_of_another_release_is_read() -> None:
+    """A survey of a later release has more fields, one of an earlier release has no silent nodes: both are read."""
     survey = Survey("{}", (), (), ("node a",), silent=("b",))
-    told = survey.to_json()
-    assert Survey.from_json(json.loads(json.dumps({**told, "of_a_later_release": 1}))) == survey
-    del told["silent"], told["skipped"]
-    assert Survey.from_json(json.loads(json.dumps(told))) == replace(survey, silent=())
+    document = survey.to_json()
+    assert Survey.from_json(json.loads(json.dumps({**document, "of_a_later_release": 1}))) == survey
+    del document["silent"], document["skipped"]
+    assert Survey.from_json(json.loads(json.dumps(document))) == replace(survey, silent=())
 
 
-def test_an_older_agent_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank replaces the agent of its node by one of its own release, whatever the older one speaks.
+def test_an_older_agent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank replaces an older agent of its node by one of its own release.
 
-    It does not say before that a save opens, for which the older one would wait.
+    The rank does not announce its save to the older agent, which would wait for that save.
     """
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     asked: list[str] = []
@@ -81,13 +81,15 @@ def test_an_older_agent_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(AgentClient, "call", call)
     with agent_of(tmp_path / "a", OLDER, "--idle-exit-s", "60") as older:
         new = ensure_agent(LocalStore(tmp_path / "a"), "127.0.0.1", is_opening=True)
-        end([new.pid])  # it waits for that save
+        end([new.pid])  # the agent waits for that save
         assert "opening" not in "".join(asked[: asked.index("/v1/shutdown")])
         assert (new.version, new.protocol, new.node_id) == (__version__, PROTOCOL, older.node_id)
 
 
-def test_an_older_agent_that_is_to_stay_is_used_or_named(tmp_path: Path) -> None:
-    """What has started it would start it again, and again: ranks of its protocol use it, others say what runs where."""
+def test_an_older_supervised_agent_is_not_replaced(tmp_path: Path) -> None:
+    """An older agent without idle exit would be restarted by its supervisor: ranks with its protocol use it, and others
+    raise.
+    """
     store = LocalStore(tmp_path / "a")
     with agent_of(store.root, (PROTOCOL, OLDER[1])) as older:
         assert ensure_agent(store, "127.0.0.1", is_opening=True).pid == older.pid
@@ -99,15 +101,15 @@ def test_an_older_agent_that_is_to_stay_is_used_or_named(tmp_path: Path) -> None
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-def test_a_save_says_which_node_runs_what(tmp_path: Path) -> None:
-    """The agent of one node is newer: every rank raises the same error, and nothing of the save is left."""
+def test_a_save_fails_with_the_release_of_each_node(tmp_path: Path) -> None:
+    """The agent of one node is newer: every rank raises the same error, and no file of the save remains."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         with agent_of(cluster.nodes[1].root, NEWER) as newer:
             save = call(state.save, kinds=["plain"], checkpoint_id="step-1")
             attempt = cluster.attempt([save], nodes=[0, 1], grace_s=30.0)
         assert attempt.codes == [1, 1]
-        for said in attempt.failures:
-            assert f"The agent of node {newer.node_id} on " in said
-            assert f"runs replicated_ckpt {NEWER[1]} (protocol {NEWER[0]}), but this rank runs {__version__}" in said
-            assert WHAT_TO_DO in said
+        for failure in attempt.failures:
+            assert f"The agent of node {newer.node_id} on " in failure
+            assert f"runs replicated_ckpt {NEWER[1]} (protocol {NEWER[0]}), but this rank runs {__version__}" in failure
+            assert WHAT_TO_DO in failure
         assert [node.checkpoints() | set(node.staging()) for node in cluster.nodes] == [set(), set()]

@@ -1,4 +1,4 @@
-"""A certificate from files is renewed while agents and jobs run: nothing is restarted, and nobody is cut off."""
+"""A certificate from files is renewed while agents and jobs run: nothing is restarted, and no connection fails."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ WITHIN_S = 20.0
 
 
 class Secret:
-    """A directory as kubelet mounts a Secret: files are links through `..data`, which is renamed over at once."""
+    """A directory like a mounted Kubernetes Secret: files are links through `..data`, which is replaced by a rename."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,13 +40,13 @@ class Secret:
         return "--tls-cert", str(self.folder / "tls.crt"), "--tls-key", str(self.folder / "tls.key")
 
     def renew(self) -> str:
-        """Another certificate and its key; its fingerprint."""
+        """Installs another certificate and key. Returns the fingerprint."""
         found = self.prepare()
         (self.folder / "..new").rename(self.folder / "..data")
         return found
 
     def prepare(self) -> str:
-        """Another pair in `..new`: all but the renaming; the fingerprint."""
+        """Writes another pair into `..new`, without the rename. Returns the fingerprint."""
         self._count += 1
         version = self.folder / f"..{self._count}"
         version.mkdir()
@@ -64,7 +64,7 @@ def secret(tmp_path: Path) -> Secret:
 
 @pytest.fixture
 def pair(tmp_path: Path, secret: Secret) -> Iterator[tuple[RunningAgent, RunningAgent]]:
-    """Two agents that know each other; the first one's certificate is the secret's."""
+    """Two agents that know each other. The first one uses the secret's certificate."""
     with ExitStack() as stack:
         first = stack.enter_context(running_agent(tmp_path / "a", *secret.arguments))
         second = stack.enter_context(running_agent(tmp_path / "b"))
@@ -79,8 +79,8 @@ def shown(root: Path) -> str:
     return "" if endpoint is None else endpoint.tls_sha256
 
 
-def known_of(agent: RunningAgent, to: RunningAgent) -> AgentAddress:
-    """Where `to` believes the agent to be."""
+def address_in_book(agent: RunningAgent, to: RunningAgent) -> AgentAddress:
+    """The address of the agent in the book of `to`."""
     return PeerBook(to.root / ".agent").address_of(agent.endpoint.node_id)
 
 
@@ -89,30 +89,32 @@ def answers(address: AgentAddress) -> bool:
         return bool(client.call("GET", "/v1/status?brief=1")["node_id"] == address.node_id)
 
 
-def test_a_renewed_certificate_is_taken_up(secret: Secret, pair: tuple[RunningAgent, RunningAgent]) -> None:
-    """Who pins the one before is answered as before; peers learn of the new one, and believe it after a restart."""
+def test_a_renewed_certificate_is_used(secret: Secret, pair: tuple[RunningAgent, RunningAgent]) -> None:
+    """Clients that pin the previous certificate still connect. Peers learn the new one, and accept it after a restart."""
     first, second = pair
     new = secret.renew()
     wait_for(lambda: shown(first.root) == new, WITHIN_S, "the new certificate")
     assert answers(first.endpoint.address())
     assert answers(replace(first.endpoint.address(), tls_sha256=new))
-    wait_for(lambda: known_of(first, second).tls_sha256 == new, WITHIN_S, "the peer's knowledge")
+    wait_for(lambda: address_in_book(first, second).tls_sha256 == new, WITHIN_S, "the certificate in the peer's book")
     first.process.kill()
     first.process.wait()
     with running_agent(first.root, *secret.arguments) as again:
         incarnation = again.endpoint.incarnation
-        wait_for(lambda: known_of(again, second).incarnation == incarnation, WITHIN_S, "the hello of the next agent")
+        wait_for(
+            lambda: address_in_book(again, second).incarnation == incarnation, WITHIN_S, "the hello of the next agent"
+        )
 
 
-def test_files_that_are_no_pair_change_nothing(tmp_path: Path) -> None:
-    """A certificate without its key yet is not shown; the pair is, once both are there."""
+def test_a_certificate_without_its_key_is_not_used(tmp_path: Path) -> None:
+    """A certificate without its key is not used until the key is there."""
     cert, key = certificate(tmp_path, "node")
     new_cert, new_key = certificate(tmp_path, "new")
     new = fingerprint(new_cert)
     with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
         Path(new_cert).replace(cert)
         log = tmp_path / "a" / "agent.out"
-        wait_for(lambda: "keeps the previous certificate" in log.read_text(), WITHIN_S, "the agent's look")
+        wait_for(lambda: "keeps the previous certificate" in log.read_text(), WITHIN_S, "the failed renewal")
         assert shown(agent.root) == agent.endpoint.tls_sha256
         assert answers(agent.endpoint.address())
         Path(new_key).replace(key)
@@ -120,40 +122,44 @@ def test_files_that_are_no_pair_change_nothing(tmp_path: Path) -> None:
         assert answers(replace(agent.endpoint.address(), tls_sha256=new))
 
 
-def test_a_certificate_is_announced_by_its_agent_alone(tmp_path: Path, pair: tuple[RunningAgent, RunningAgent]) -> None:
-    """Whoever has a node's token cannot give it another certificate: the agent with the known one is asked."""
+def test_only_the_agent_can_change_its_certificate(tmp_path: Path, pair: tuple[RunningAgent, RunningAgent]) -> None:
+    """A client with the token of a node cannot change its certificate: the agent with the known certificate must
+    confirm.
+    """
     first, second = pair
     other = fingerprint(certificate(tmp_path, "thief")[0])
-    said = replace(first.endpoint.address(), tls_sha256=other, host="")
+    forged = replace(first.endpoint.address(), tls_sha256=other, host="")
     with second.peer() as client, pytest.raises(StoreDenied, match="does not confirm that"):
-        client.call("POST", "/v1/hello", {"peer": said.to_json()})
-    assert known_of(first, second).tls_sha256 == first.endpoint.tls_sha256
+        client.call("POST", "/v1/hello", {"peer": forged.to_json()})
+    assert address_in_book(first, second).tls_sha256 == first.endpoint.tls_sha256
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-def test_what_is_announced_while_peers_are_greeted_is_told_them(
+def test_a_certificate_that_changes_during_greetings_is_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A greeting may take seconds: the peers that it reaches have not heard of the certificate that is new meanwhile."""
+    """The certificate changes during a round of greetings: the peers are greeted once more."""
     peers, shown = PeerBook(tmp_path), Endpoint("a" * 12, "127.0.0.1", 1, "t" * 32, 1, "0", tls_sha256="1" * 64)
     peers.learn([AgentAddress("b" * 12, "127.0.0.1", 2, "t" * 32)])
-    greeter, told = Greeter(peers, shown), []
+    greeter, greetings = Greeter(peers, shown), []
 
     def tell(*_: Any) -> None:
-        told.append("hello")
-        if len(told) == 1:
+        greetings.append("hello")
+        if len(greetings) == 1:
             greeter._register(replace(shown, tls_sha256="2" * 64))
 
     monkeypatch.setattr(greeter, "_tell", tell)
     greeter.greet_all()
     greeter.greet_all()
     greeter.greet_all()
-    assert told == ["hello", "hello"]
+    assert greetings == ["hello", "hello"]
 
 
-def test_a_job_notices_nothing(tmp_path: Path, secret: Secret) -> None:
-    """Between two saves of a running job all nodes get a new certificate: no warning, and a lost node's shards load."""
+def test_a_running_job_is_not_disturbed(tmp_path: Path, secret: Secret) -> None:
+    """All nodes get a new certificate between two saves of a running job: there is no warning, and a lost node's shards
+    load.
+    """
     _, cert, _, key = secret.arguments
     environment = {"REPLICATED_CKPT_TLS_CERT": cert, "REPLICATED_CKPT_TLS_KEY": key}
     before = fingerprint(cert)

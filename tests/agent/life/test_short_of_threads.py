@@ -1,4 +1,4 @@
-"""Where the system gives an agent no more threads: hand-overs are refused at once, and what needs no answer goes on."""
+"""The system refuses new threads to an agent: submissions are refused at once, and the agent goes on."""
 
 import errno
 import os
@@ -57,7 +57,7 @@ TOO_LARGE_A_STACK = 1 << 46
 
 @contextmanager
 def without_threads() -> Iterator[None]:
-    """No new thread starts in this process: none gets such a stack."""
+    """No new thread can start in this process, because the stack size is too large."""
     threading.stack_size(TOO_LARGE_A_STACK)
     try:
         yield
@@ -81,7 +81,9 @@ def shard_of(store: LocalStore) -> tuple[SubmittedShard, int]:
 
 
 def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
-    """Whoever brings it hears so, nothing stays open, nothing counts as under way, and it may be brought again."""
+    """The caller gets an error, the descriptor is closed, no work counts as running, and the shard can be submitted
+    again.
+    """
     shard, fd = shard_of(service.store)
     with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"):
         service.submissions.take_shard(shard, [fd])
@@ -92,8 +94,8 @@ def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
     assert service.submissions.take_shard(shard, [fd]).result(30).holders == (service.node_id,)
 
 
-def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeService, stopwatch: Stopwatch) -> None:
-    """At once, so that it writes its shard itself; and the door takes the next one."""
+def test_a_submission_without_a_thread_is_refused_at_once(service: NodeService, stopwatch: Stopwatch) -> None:
+    """The agent refuses the shard at once, so the rank writes it. The socket takes the next submission."""
     store = service.store
     unix_socket = UnixSocketServer(store.agent_directory(), service, list[RankReport]().append)
     unix_socket.start()
@@ -113,7 +115,7 @@ def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeServi
 
 
 def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeService) -> None:
-    """What was made for it is gone when the error comes."""
+    """The partial file is removed before the error is raised."""
     wanted = WantedCopies(SAVE, SHARD, service.node_id)
     with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"):
         write_copies(service.store, wanted, Buffers(2, 4096), lambda tee: tee.write(b"data"))
@@ -121,7 +123,7 @@ def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeS
 
 
 def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None:
-    """A probe that got none is not taken for one that the bucket has not answered yet."""
+    """A probe that could not start is not reported as a probe without an answer."""
     targets, url = UploadBook(tmp_path), f"file://{tmp_path}/bucket"
     targets.learn(ObjectTarget.check_supported(url, {}))
     prober = Prober(targets)
@@ -130,17 +132,17 @@ def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None
     assert prober.probe(url, "step-1")["is_empty"]
 
 
-def test_a_bucket_that_is_late_is_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step is about its URL and the network: it was to look whether a node's agent runs."""
+def test_the_hint_for_a_slow_bucket_is_about_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint for a slow bucket is about its URL and the network, not about the agent of a node."""
     monkeypatch.setattr(Prober, "_probe", lambda *_: None)
-    said = Prober(UploadBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
-    assert "it has not answered yet" in said
-    assert "check the URL and the network" in said
-    assert "agent runs" not in said
+    error = Prober(UploadBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
+    assert "it has not answered yet" in error
+    assert "check the URL and the network" in error
+    assert "agent runs" not in error
 
 
 def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
-    """The rank that brings the outline hears so; the agent does not hold the save, which can be given up, or finished."""
+    """The rank that submits the outline gets an error. The agent does not lock the save, which can be finished later."""
     store = service.store
     node = store.node_id()
     store.put_small(SAVE, METADATA_NAME, b"metadata")
@@ -167,7 +169,7 @@ def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
 
 
 def test_many_peers_are_asked_without_a_thread_for_each() -> None:
-    """The calling thread asks them one by one: an agent that leaves gets to its goodbye. Errors stay with their peers."""
+    """The calling thread asks peers one by one. The error of one peer does not affect the others."""
 
     def call(key: int) -> int:
         if key == 2:
@@ -181,7 +183,7 @@ def test_many_peers_are_asked_without_a_thread_for_each() -> None:
 
 
 def test_an_agent_that_gets_no_thread_to_greet_goes_on(tmp_path: Path) -> None:
-    """Its start, or a renewed certificate, is no reason to end: the peers have not heard it, and are greeted later."""
+    """Without a thread for greetings the agent does not end. It greets its peers later."""
     peers = PeerBook(LocalStore(tmp_path / "root").agent_directory())
     with without_threads():
         thread = Greeter(peers, Endpoint("a" * 12, "127.0.0.1", 1, "token", 1, "0")).start()
@@ -191,14 +193,14 @@ def test_an_agent_that_gets_no_thread_to_greet_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "waits", [limit_time(None, 1.0), Heartbeat(BytesIO(), Body(BytesIO(), Message()))], ids=["deadline", "heartbeat"]
 )
-def test_a_wait_that_gets_no_thread_is_an_error_that_is_handled(waits: AbstractContextManager[object]) -> None:
-    """A copy goes to another node then, and a peer is told why. It was a RuntimeError, which ended a save."""
+def test_a_wait_without_a_thread_raises_store_unavailable(waits: AbstractContextManager[object]) -> None:
+    """The error is a StoreUnavailable, which callers handle, and not a RuntimeError."""
     with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"), waits:
         pass
 
 
-def test_an_agent_that_gets_no_thread_does_not_begin(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It says what to do. It was told to report a defect, and ranks were shown the end of a traceback."""
+def test_an_agent_without_threads_does_not_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The agent exits with a hint about the limit, not with a traceback."""
     pid = os.fork()
     if pid == 0:
         with without_threads():
@@ -208,7 +210,7 @@ def test_an_agent_that_gets_no_thread_does_not_begin(tmp_path: Path, capfd: pyte
 
 
 def test_a_connection_that_gets_no_thread_is_closed(caplog: pytest.LogCaptureFixture) -> None:
-    """The agent's log says why, keeps nothing of it, and the next one is served. It was called one without a token."""
+    """The log has the reason, and does not call the client unauthenticated. The next connection is served."""
     with AgentServer(("127.0.0.1", 0), Tokens("peer", "owner"), cast(Routes, None)) as server:
         where = ("127.0.0.1", server.server_port)
         with without_threads(), socket.create_connection(where) as client:
@@ -223,7 +225,7 @@ def test_a_connection_that_gets_no_thread_is_closed(caplog: pytest.LogCaptureFix
 
 
 def test_an_agent_that_gets_no_process_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of processes it is no fault of the Python that would run it."""
+    """At the limit of processes, the hint is about that limit and not about the rank's Python."""
     refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # as fork fails at pids.max
     monkeypatch.setattr(launch, "spawn_agent", mock.Mock(side_effect=refused))
     with pytest.raises(AgentUnavailable, match="cannot be started") as raised:
@@ -235,7 +237,9 @@ def test_an_agent_that_gets_no_process_names_the_limit(tmp_path: Path, monkeypat
 def test_a_command_that_gets_no_thread_names_the_limit(
     tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that says how far it is, or that it waits for a bucket, does so in a thread; it told of a defect of ours."""
+    """A command that shows progress, or waits for a bucket, needs a thread: without one it exits with a hint about the
+    limit.
+    """
     options = [option] if option == "--progress" else [option, f"file://{tmp_path}/bucket"]
     LocalStore(tmp_path / "root").node_id()
     with without_threads():

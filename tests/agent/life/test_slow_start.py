@@ -1,4 +1,4 @@
-"""An agent takes long to start: who waits for it, for how long, and what is done before and after it answers."""
+"""An agent takes long to start: who waits for it, and for how long."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ recover = NodeService.recover
 NodeService.recover = lambda self: (time.sleep({LONG_S}), recover(self))[1]
 sys.exit(main())
 """
-"""The agent's own command, which finds its disk slow."""
+"""The command of an agent whose start-up takes LONG_S more, as on a slow disk."""
 WAITER = """
 import sys, time
 from pathlib import Path
@@ -45,7 +45,7 @@ with exclusive(Path(sys.argv[1])):
 
 @contextlib.contextmanager
 def starting(store: LocalStore) -> Iterator["subprocess.Popen[bytes]"]:
-    """An agent of this store that has the root's lock and does not answer yet."""
+    """A starting agent that holds the root's lock and does not answer yet."""
     command = [sys.executable, "-c", SLOW, "--root", str(store.root)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -61,15 +61,17 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STOPPED_TIMEOUT_S", 0.1)
 
 
-def test_an_agent_that_somebody_else_starts_is_waited_for(tmp_path: Path) -> None:
-    """As systemd does at boot, on a cold disk: the load that came too early goes on with its own node."""
+def test_a_rank_waits_for_a_starting_agent(tmp_path: Path) -> None:
+    """A rank waits for an agent that systemd started and that is slow on a cold disk."""
     store = LocalStore(tmp_path)
     with starting(store) as process:
         assert ensure_agent(store, "127.0.0.1").pid == process.pid
 
 
-def test_one_that_is_stopped_meanwhile_is_named(tmp_path: Path) -> None:
-    """And waited for no longer than an agent that does not answer; once it goes on it is this node's."""
+def test_a_starting_agent_that_is_stopped_is_named(tmp_path: Path) -> None:
+    """A starting agent is stopped: ranks raise after the usual timeout, with the command that continues it. Later they
+    use that agent.
+    """
     store = LocalStore(tmp_path)
     with starting(store) as process:
         stop_process(process.pid)
@@ -81,8 +83,8 @@ def test_one_that_is_stopped_meanwhile_is_named(tmp_path: Path) -> None:
         assert ensure_agent(store, "127.0.0.1").pid == process.pid
 
 
-def test_a_lock_is_of_its_process(tmp_path: Path) -> None:
-    """Not of one that had it, nor of one that only waits for it."""
+def test_the_holder_of_a_lock_is_its_process(tmp_path: Path) -> None:
+    """The holder of a lock is neither a process that had it before nor one that waits for it."""
     with subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], stdout=subprocess.PIPE) as waiter:
         with exclusive(tmp_path):
             assert waiter.stdout is not None
@@ -96,8 +98,8 @@ def test_a_lock_is_of_its_process(tmp_path: Path) -> None:
     assert holder_of(tmp_path / "none") is None
 
 
-def test_a_removal_that_a_crash_broke_off_keeps_no_load_waiting(tmp_path: Path) -> None:
-    """Terabytes take long to remove: the agent answers before."""
+def test_an_interrupted_removal_does_not_delay_the_agent(tmp_path: Path) -> None:
+    """An interrupted removal may take long to complete: the agent answers before."""
     store = LocalStore(tmp_path)
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     left = tmp_path / "step-1" / gone_name(manifest.save_id)
@@ -113,7 +115,9 @@ def test_a_removal_that_a_crash_broke_off_keeps_no_load_waiting(tmp_path: Path) 
 
 
 def test_an_agent_that_was_just_killed_is_followed_by_another(tmp_path: Path) -> None:
-    """It holds the root for a moment longer: until the system has taken its memory back."""
+    """A killed agent holds the lock of the root until the system has freed its memory: a rank waits, and starts the
+    next agent.
+    """
     store = LocalStore(tmp_path / "a")
     dying = root_lock(store.agent_directory())
     assert dying is not None

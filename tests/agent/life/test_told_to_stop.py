@@ -1,4 +1,4 @@
-"""Agents that are told to stop while a save is open: they finish what they owe, answer their peers, and then leave."""
+"""Agents get SIGTERM while a save is open: they complete their shards, answer their peers, and then exit."""
 
 import os
 import signal
@@ -44,13 +44,15 @@ def log_of(job: Job, index: int) -> str:
 
 
 @pytest.mark.parametrize("job", [long((SLOW, "")), long(("", SLOW)), (SLOW, SLOW)], indirect=True)
-def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
-    """All ranks are gone, and all agents get SIGTERM while shards are written: they leave a whole save, with its copies."""
+def test_agents_that_are_stopped_together_finish_the_save(job: Job) -> None:
+    """All ranks have ended and all agents get SIGTERM while shards are written: the agents publish the complete save
+    with its copies.
+    """
     for rank in (0, 1):
         job.submit(rank)
     job.finish()
     job.die()
-    assert job.files() == [set(), set()], "it was to be told to stop before the save is over"
+    assert job.files() == [set(), set()], "the save was over before the agents were stopped"
     stop(job)
     assert [agent.process.wait(WITHIN_S) for agent in job.agents] == [0, 0]
     assert job.files() == [FILES, FILES]
@@ -65,8 +67,8 @@ def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [("", SLOW)], indirect=True)
-def test_one_agent_of_a_save_is_told_to_stop(job: Job) -> None:
-    """It is the coordinator's: it waits for the other node's shard, and stays until that node has published the save."""
+def test_the_stopped_coordinator_finishes_the_save(job: Job) -> None:
+    """The coordinator's agent is stopped: it waits until the other node has written its shard and published the save."""
     for rank in (0, 1):
         job.submit(rank)
     job.finish()
@@ -77,12 +79,12 @@ def test_one_agent_of_a_save_is_told_to_stop(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
-def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
-    """It says so with the next step to take, goes on with what is open, and answers its peers until that is over."""
+def test_a_stopping_agent_opens_no_save(job: Job) -> None:
+    """A stopping agent refuses a new save with a hint, completes the open one, and answers its peers until then."""
     for rank in (0, 1):
         job.submit(rank)
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
     with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="it is stopping") as refused:
         client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": peers_of(*job.agents)})
@@ -96,14 +98,14 @@ def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
 def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is about to save waits until the agent that leaves has ended, and starts another one for it."""
+    """A rank that begins a save waits until the stopping agent has ended, and starts another agent."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     for rank in (0, 1):
         job.submit(rank)
     job.finish()
     job.die()
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     store = job.stores[0]
     try:
         post = register_for_save(store, None)
@@ -120,13 +122,14 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
 
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
-def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As systemd or kubelet start it, once it has crashed and ranks were faster: the open save is finished first.
+def test_a_supervised_agent_replaces_the_agent_of_ranks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervised agent, of systemd or kubelet, replaces the agent that ranks have started, after the open save is
+    finished.
 
-    The ranks live on, so the one that they have started would not leave by itself. One that begins a save waits for its
-    end, and sees that, though the next one is first to take its lock. A second one to stay is refused.
+    The ranks still run, so their agent would not exit on idle. A rank that begins a save waits for the end of their
+    agent, and then uses the supervised one. A second supervised agent is refused.
     """
-    monkeypatch.setattr(launch, "_POLL_S", 0.5)  # the agent that is to stay looks more often
+    monkeypatch.setattr(launch, "_POLL_S", 0.5)  # the supervised agent polls more often
     monkeypatch.setattr(launch, "DRAIN_S", WITHIN_S / 2)
     for rank in (0, 1):
         job.submit(rank)
@@ -136,7 +139,7 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
 
     def begin_save() -> NodePost:
         wait_for(
-            lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for"
+            lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent"
         )
         return register_for_save(store, None)
 
@@ -153,14 +156,16 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
             with pytest.raises(AssertionError, match="Another agent already serves"), running_agent(kept.root):
                 pass
             assert kept.process.poll() is None
-    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
+    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "the save on both nodes")
 
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
-def test_what_it_takes_meanwhile_it_writes(job: Job) -> None:
-    """Ranks whose agent opened nothing for them open the save by themselves: a shard that it takes of that is owed, too."""
+def test_a_stopping_agent_writes_the_shards_that_it_takes(job: Job) -> None:
+    """Ranks submit a shard of a save that they opened themselves to a stopping agent: the agent writes it before it
+    exits.
+    """
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     store, name = job.stores[0], str(ShardName(0, 0))
     store.begin(Intent(NEXT, "step-2", "t", overwrite=False, nodes=tuple(job.nodes), coordinator=job.nodes[1]))
     job.held.append(store.lock_save(NEXT))
@@ -177,13 +182,13 @@ def test_what_it_takes_meanwhile_it_writes(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [(LONG, "")], indirect=True)
-def test_told_to_stop_again_it_leaves_at_once(job: Job) -> None:
-    """What it leaves undone is in its log, by save and shard; the usual bound would have kept it much longer."""
+def test_a_second_sigterm_ends_the_agent_at_once(job: Job) -> None:
+    """The log lists the unfinished work by save and shard."""
     job.submit(0)
     job.submit(1)
     job.finish()
     stop(job, 0)
-    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the log line of the stopping agent")
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
     assert (
@@ -199,8 +204,8 @@ def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_stay")
 @pytest.mark.parametrize("job", [(LONG, "")], indirect=True)
-def test_it_stays_no_longer_than_its_bound(job: Job) -> None:
-    """A shard that is never written keeps the agent for `--drain-s`; the log says what is left."""
+def test_a_stopping_agent_exits_after_drain_s(job: Job) -> None:
+    """A shard that is never written keeps the agent for `--drain-s`. The log lists the unfinished work."""
     job.submit(0)
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
@@ -212,8 +217,8 @@ def test_it_stays_no_longer_than_its_bound(job: Job) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", [("", "commit.checked=kill")], indirect=True)
-def test_it_does_not_stay_for_a_node_that_is_gone(job: Job) -> None:
-    """The other node's agent dies before it has published the save: what it has is completed when both are back."""
+def test_a_stopping_agent_does_not_wait_for_a_dead_node(job: Job) -> None:
+    """The other node's agent is killed before it has published the save: the stopping agent publishes and exits."""
     job.submit(0)
     job.submit(1)
     job.finish()
@@ -231,7 +236,7 @@ from replicated_ckpt.agent.__main__ import main
 class Unlucky(threading.Event):
     def wait(self, timeout=None):
         if timeout is not None and threading.current_thread() is threading.main_thread():
-            with self._cond:  # as every wait has it for a moment
+            with self._cond:  # as every wait does for a moment
                 signal.raise_signal(signal.SIGTERM)
         return super().wait(timeout)
 
@@ -240,8 +245,10 @@ sys.exit(main())
 """
 
 
-def test_it_is_told_to_stop_in_the_middle_of_a_wait(tmp_path: Path) -> None:
-    """Its main thread holds the lock of what the signal is to set: it leaves all the same, and does not wait for itself."""
+def test_sigterm_in_the_middle_of_a_wait_ends_the_agent(tmp_path: Path) -> None:
+    """SIGTERM arrives while the main thread holds the lock of the event that the handler sets: the agent does not
+    deadlock.
+    """
     command = [sys.executable, "-c", UNLUCKY, "--root", str(tmp_path / "root")]
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     done = subprocess.run(command, env=environment, timeout=30, check=False, capture_output=True, text=True)

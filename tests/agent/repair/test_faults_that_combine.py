@@ -1,4 +1,4 @@
-"""Faults that combine at one node: what it may not drop, although each of its rules alone would let it."""
+"""Several faults at one node at the same time: no save that may have been acknowledged is removed."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ def stage(
     is_decided: bool = True,
     overwrite: bool = True,
 ) -> Manifest:
-    """All shards of the save are staged here; so is the decision, if it was made."""
+    """Stages all shards of a save on this node and, with `is_decided`, the decision."""
     nodes = (service.node_id, OTHER)
     intent = Intent(save_id, "step-10", "s" + save_id, overwrite, nodes=nodes, coordinator=coordinator)
     shards = [renumbered(shard, next_file_number([service.store], "step-10")) for shard in SHARDS]
@@ -99,7 +99,7 @@ def stage(
 
 
 def look(service: NodeService) -> tuple[NodeView, ...]:
-    """What re-protection sees: this node alone."""
+    """The view of re-protection on this node alone."""
     return (NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find_files()),)
 
 
@@ -107,8 +107,10 @@ def is_staged(service: NodeService, save_id: str) -> bool:
     return service.store.staging(save_id).is_dir()
 
 
-def test_what_another_run_published_lets_nothing_staged_go(service: NodeService) -> None:
-    """A save is in doubt that is to replace another lineage's, which is whole: it may be acknowledged, and stays."""
+def test_a_save_of_another_run_does_not_end_a_staged_one(service: NodeService) -> None:
+    """An undecided save would replace a complete one of another run. The undecided save may have been acknowledged, so
+    it stays.
+    """
     published = stage(service, OLD, 5, RUN, service.node_id)
     service.commit(OLD)
     stage(service, NEW, 1, ANOTHER, OTHER, is_decided=False)
@@ -117,12 +119,14 @@ def test_what_another_run_published_lets_nothing_staged_go(service: NodeService)
     assert is_staged(service, NEW)
 
 
-@pytest.mark.parametrize("overwrite", [True, False], ids=["overwrites", "found the id free"])
-@pytest.mark.parametrize("sequence", [2, 3], ids=["older", "of another job that counted alike"])
-def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
+@pytest.mark.parametrize("overwrite", [True, False], ids=["overwrites", "new id"])
+@pytest.mark.parametrize("sequence", [2, 3], ids=["older", "same sequence of another job"])
+def test_a_decided_save_is_removed_once_a_newer_one_is_complete(
     service: NodeService, sequence: int, *, overwrite: bool
 ) -> None:
-    """It is not kept for ever: it waits for no node, only for the newer one to be seen."""
+    """A decided save is removed once a newer save of the same checkpoint is seen to be complete. No answer of another
+    node is needed.
+    """
     stage(service, NEW, sequence, RUN, OTHER, overwrite=overwrite)
     newest = stage(service, NEWEST, 3, RUN, service.node_id)
     service.commit(NEWEST)
@@ -132,8 +136,10 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
     assert not is_staged(service, NEW)
 
 
-def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service: NodeService, tmp_path: Path) -> None:
-    """The node that published it lost its `.metadata` there: it would stay staged as long as that node keeps the rest."""
+def test_an_unrecoverable_save_is_removed_once_a_newer_one_is_complete(service: NodeService, tmp_path: Path) -> None:
+    """The node that published the save lost its `.metadata`, so the save cannot be completed here. A complete newer
+    save ends it.
+    """
     publisher = NodeService(LocalStore(tmp_path / "publisher"))
     for one in (service, publisher):
         stage(one, NEW, 2, RUN, publisher.node_id, is_decided=one is publisher)
@@ -146,9 +152,9 @@ def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service:
     assert is_staged(service, NEW)
     (doubt,) = service.in_doubt.read_all()
     (shown,) = list_waiting(service.store, [doubt.to_json()])
-    said = shown.describe(look_at_nodes(service.store, asks_own=False))
-    assert f"save {NEW} of step-10: could not be recovered, and is tried again: GET" in said
-    assert METADATA_NAME in said
+    printed = shown.describe(look_at_nodes(service.store, asks_own=False))
+    assert f"save {NEW} of step-10: could not be recovered, and is tried again: GET" in printed
+    assert METADATA_NAME in printed
     drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
     assert service.in_doubt.read_all() == ()
@@ -164,10 +170,10 @@ def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service:
         (2, "a rank works on it"),
     ],
 )
-def test_a_decided_save_whose_name_another_run_has_taken_goes(
-    service: NodeService, sequence: int, kept_by: str
-) -> None:
-    """Its coordinator's node had decided it, and no node published it: it would be in doubt for ever."""
+def test_a_decided_save_that_another_run_blocks_is_removed(service: NodeService, sequence: int, kept_by: str) -> None:
+    """A decided save that no node published is removed when another run's newer save has its name, unless `kept_by`
+    applies.
+    """
     mine = stage(service, NEW, sequence, RUN, service.node_id, is_decided=False)
     theirs = stage(service, OLD, 3, ANOTHER, service.node_id)
     service.commit(OLD)
@@ -187,8 +193,10 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
     assert is_staged(service, NEW) is bool(kept_by)
 
 
-def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: NodeService, tmp_path: Path) -> None:
-    """Another run's save has its name on both nodes. On the one that did not coordinate it, it was in doubt for ever."""
+def test_a_decided_save_that_its_coordinator_removed_is_removed(service: NodeService, tmp_path: Path) -> None:
+    """Another run's save has the name on both nodes: once the coordinator's node has removed the decided save, the
+    other node removes it too.
+    """
     coordinator = NodeService(LocalStore(tmp_path / "coordinator"))
     nodes = (service.node_id, coordinator.node_id)
     theirs = manifest_of(OLD, 3, ANOTHER, nodes)
@@ -216,7 +224,7 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
 
     with mock.patch.object(settling, "_ask", ask):
         settle(service, service.find_settleable(0.0), [])
-        assert is_staged(service, NEW), "while its coordinator's node has it"
+        assert is_staged(service, NEW), "the coordinator's node still has the save"
         for node in (coordinator, service):
             drop_superseded(node, {OLD: theirs}, views)
         assert not is_staged(coordinator, NEW)
@@ -225,12 +233,12 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
     assert service.in_doubt.read_all() == ()
 
 
-def test_a_decided_save_is_not_given_up_for_a_lost_node(
+def test_a_decided_save_is_not_aborted_for_a_lost_node(
     service: NodeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No rank works on it, as was said: another run's save has its name, and it is published once that is renamed.
+    """`abort_lost` refuses a decided save that is blocked by another run's save, and names the rename that unblocks it.
 
-    Commands say so, too, and do not advise to give up what is not given up.
+    The commands print the same, and do not advise `--lost`. After the rename, the save is published.
     """
     mine = stage(service, NEW, 4, RUN, service.node_id, is_decided=False)
     stage(service, OLD, 3, ANOTHER, service.node_id)
@@ -241,18 +249,18 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(
     assert f"To publish it instead, rename {service.store.root}/step-10" in raised.value.hint
     for command in (["ls"], ["repair", "--dry-run"], ["repair", "--dry-run", "--lost", OTHER]):
         main([*command, "--root", str(service.store.root)])
-        said = capsys.readouterr().out
-        assert f"it is decided, but save {OLD} has its name on this node" in said
-        assert "--lost" not in said
-        assert "to do: abort" not in said
+        printed = capsys.readouterr().out
+        assert f"it is decided, but save {OLD} has its name on this node" in printed
+        assert "--lost" not in printed
+        assert "to do: abort" not in printed
     (service.store.root / "step-10").rename(service.store.root / "theirs")
     assert settling.abort_lost(service, NEW, [OTHER]) == ()
     assert service.store.catalog.checkpoint_of(NEW) == "step-10"
     assert service.store.catalog.checkpoint_of(OLD) == "theirs"
 
 
-def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service: NodeService) -> None:
-    """Its description alone lies here, and another node has the save: there is nothing that could be completed."""
+def test_a_stale_intent_of_a_published_save_is_removed(service: NodeService) -> None:
+    """Only the intent of a save is left here, and another node has published the save: the intent is removed."""
     service.store.begin(Intent(NEW, "step-10", "repair", overwrite=True))
     service.store.staging(NEW).rmdir()
     with mock.patch.object(settling, "_ask", return_value=Answer.PUBLISHED):
@@ -261,8 +269,10 @@ def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service
 
 
 @pytest.mark.parametrize("damage", ["manifest", "metadata", "metadata is gone"])
-def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, damage: str) -> None:
-    """Its coordinator's node has decided, cannot read what, and reaches no other: one may have published it."""
+def test_a_damaged_decision_is_not_aborted(service: NodeService, damage: str) -> None:
+    """The coordinator's node has a decision that it cannot read, and reaches no other node: it does not abort, as
+    another node may have published.
+    """
     stage(service, NEW, 2, RUN, service.node_id)
     if damage == "manifest":
         flip(service.store.staging(NEW) / MANIFEST_NAME, 60)
@@ -276,8 +286,8 @@ def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, damage: 
     assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
 
 
-def test_a_decided_save_that_takes_its_name_is_blocked_by_nothing(service: NodeService) -> None:
-    """A crash came between its decision and the name: the next start publishes it over the version that it replaces."""
+def test_a_decided_save_is_published_after_a_crash(service: NodeService) -> None:
+    """A crash came after the decision: the next start publishes the save over the version that it replaces."""
     stage(service, OLD, 1, RUN, service.node_id)
     service.commit(OLD)
     stage(service, NEW, 2, RUN, service.node_id)
@@ -287,8 +297,10 @@ def test_a_decided_save_that_takes_its_name_is_blocked_by_nothing(service: NodeS
     assert service.store.catalog.checkpoint_of(NEW) == "step-10"
 
 
-def test_a_damaged_checkpoint_keeps_no_save_from_being_given_up(service: NodeService) -> None:
-    """Other nodes, which have a part of that save, would wait until the other checkpoint is repaired, perhaps for ever."""
+def test_a_save_is_aborted_beside_a_damaged_checkpoint(service: NodeService) -> None:
+    """The checkpoint under the same name is damaged. The undecided save is aborted all the same, as other nodes wait
+    for the answer.
+    """
     stage(service, OLD, 1, RUN, service.node_id)
     service.commit(OLD)
     flip(service.store.root / "step-10" / MANIFEST_NAME, 60)
@@ -297,8 +309,10 @@ def test_a_damaged_checkpoint_keeps_no_save_from_being_given_up(service: NodeSer
         assert service.answer_to_settle(NEW, is_over=True, is_left=True) == {"state": "aborted"}
 
 
-def test_what_may_be_published_is_not_noted_as_given_up(service: NodeService) -> None:
-    """A crash left its description; its manifest was damaged since, and it has a name: nothing tells which save that is."""
+def test_a_save_that_may_be_published_is_not_aborted(service: NodeService) -> None:
+    """A crash left the intent of a published save, whose manifest is damaged since: the node does not report the save
+    as aborted.
+    """
     stage(service, NEW, 1, RUN, service.node_id)
     intent = service.store.intent_path(NEW).read_bytes()
     service.commit(NEW)
@@ -310,7 +324,7 @@ def test_what_may_be_published_is_not_noted_as_given_up(service: NodeService) ->
 
 
 def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeService) -> None:
-    """Whose save it is cannot be told, so each node that was ever met may have published it."""
+    """The nodes of the save are unknown, so each node of the address book may have published it."""
     stage(service, NEW, 2, RUN, OTHER, is_decided=False)
     service.peers.learn([AgentAddress(OTHER, "127.0.0.1", 1, "token")])
     flip(service.store.intent_path(NEW), 0)
@@ -319,7 +333,7 @@ def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeSe
 
 
 def test_a_decision_that_is_made_while_others_are_asked_counts(service: NodeService) -> None:
-    """Another job's save of the same name begins; before its node has heard of all, the first one decides."""
+    """The coordinator decides while this node asks the others: the save is not removed."""
     manifest = stage(service, NEW, 2, RUN, service.node_id, is_decided=False)
 
     def ask(*_: object) -> dict[str, object]:
@@ -331,8 +345,8 @@ def test_a_decision_that_is_made_while_others_are_asked_counts(service: NodeServ
     assert is_staged(service, NEW) or service.store.path_of("step-10", NEW, METADATA_NAME).exists()
 
 
-def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> None:
-    """Not once for each of them, time-out after time-out."""
+def test_a_silent_node_is_asked_once_for_all_stale_saves(service: NodeService) -> None:
+    """Several stale saves wait for the same silent node: it is asked for one save only."""
     saves = [f"{number:x}" * 32 for number in range(4, 8)]
     nodes = (service.node_id, OTHER)
     for save_id in saves:
@@ -345,8 +359,8 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
     assert all(is_staged(service, save_id) for save_id in saves)
 
 
-def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: NodeService) -> None:
-    """Longer than the grace nobody of this node works on it; nodes of it that are asked say that it goes on."""
+def test_opening_a_save_does_not_close_another_jobs(service: NodeService) -> None:
+    """No rank has locked the save within the grace. Another job opens its own save: the first one stays open."""
     service.open_save(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
     with mock.patch("replicated_ckpt.node.saves.service.OPEN_GRACE_S", 0.0):
         _, stale_saves = service.open_save(Intent(NEWEST, "step-11", "another", overwrite=False))
@@ -354,8 +368,8 @@ def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: N
     service.check_open(NEW)
 
 
-def test_a_save_is_young_until_it_is_open(service: NodeService) -> None:
-    """A disk that takes a minute to open it leaves its ranks the whole grace all the same."""
+def test_the_grace_of_a_save_starts_once_it_is_open(service: NodeService) -> None:
+    """Opening takes a minute on a slow disk: the grace for the ranks starts afterwards."""
     intent, seen = Intent(NEW, "step-10", "one", overwrite=False), list[bool]()
 
     def open_slowly(_: Intent) -> None:
@@ -369,8 +383,8 @@ def test_a_save_is_young_until_it_is_open(service: NodeService) -> None:
     assert not service.was_opened_within(0.0, intent)
 
 
-def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Path) -> None:
-    """Two nodes have published, and one's `.metadata` has a flipped bit: the node that waits takes the other's."""
+def test_a_decision_comes_from_a_node_with_intact_metadata(tmp_path: Path) -> None:
+    """Two nodes have published, one with a damaged `.metadata`: the waiting node takes the other's."""
     services = [NodeService(LocalStore(tmp_path / name)) for name in ("bad", "good", "waiting")]
     nodes, stores = tuple(service.node_id for service in services), [service.store for service in services]
     manifest = manifest_of(NEW, 2, RUN, nodes)
@@ -390,14 +404,14 @@ def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Pat
 
 
 def test_why_a_save_is_not_settled_is_logged_once(service: NodeService, caplog: pytest.LogCaptureFixture) -> None:
-    """Each round tries again; the log has a line when the reason is another one."""
+    """Each round tries again. The log has a new line only for a new reason."""
     stage(service, NEW, 2, RUN, OTHER, is_decided=False)
     stale_save = StaleSave(service.store.intent_of(NEW), "its processes are gone")
     for why in ("a bad bit", "a bad bit", "no answer"):
         with mock.patch.object(settling, "_answers", side_effect=PeerProtocolError(why)):
             settle(service, [stale_save], [])
-    said = [record.getMessage() for record in caplog.records if "could not recover" in record.getMessage()]
-    assert [why in line for why, line in zip(("a bad bit", "no answer"), said, strict=True)] == [True, True]
+    lines = [record.getMessage() for record in caplog.records if "could not recover" in record.getMessage()]
+    assert [why in line for why, line in zip(("a bad bit", "no answer"), lines, strict=True)] == [True, True]
 
 
 AS_ANOTHER_USER = """
@@ -413,7 +427,7 @@ print(len(store.catalog.holdings("n")), len(unclaimed), len(list(store.catalog.w
 
 @pytest.fixture
 def open_to_others() -> Iterator[Path]:
-    """A directory that other users may enter: those of pytest are closed again whenever another run of it begins."""
+    """A directory that other users may enter, unlike pytest's."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         path.chmod(0o755)
@@ -421,8 +435,8 @@ def open_to_others() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
-def test_what_a_file_system_keeps_for_itself_blinds_nobody(open_to_others: Path) -> None:
-    """A root that is a mount has lost+found, which only root reads: the checkpoints next to it are found."""
+def test_an_unreadable_lost_and_found_hides_no_checkpoint(open_to_others: Path) -> None:
+    """A mount point has a `lost+found` that only root can read: the checkpoints beside it are found."""
     root = open_to_others / "root"
     (root / "lost+found").mkdir(parents=True)
     (root / "lost+found").chmod(0o700)
@@ -438,8 +452,8 @@ def test_what_a_file_system_keeps_for_itself_blinds_nobody(open_to_others: Path)
 
 
 @pytest.mark.parametrize("session", ["session", f"session{WRITER}writer"])
-def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path, session: str) -> None:
-    """Whatever replaces it, and however sure it is that the newer one is whole: until the pin is over, or the run saves."""
+def test_a_pinned_version_stays(tmp_path: Path, session: str) -> None:
+    """A pinned version stays although a complete newer save has replaced it, until the pin expires or the run saves."""
     now = [0.0]
     service = NodeService(LocalStore(tmp_path / "root"))
     service.pins = Pins(lambda: now[0])
@@ -461,7 +475,9 @@ def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path, session: s
 
 
 def replace_one(service: NodeService) -> tuple[Manifest, Path]:
-    """A save that a newer one has replaced here, which holds fewer shards: the manifest of the newer, where the old is."""
+    """Publishes a save, and over it a newer one without one of its shards. Returns the newer manifest, and the path of
+    the older one.
+    """
     stage(service, OLD, 1, RUN, service.node_id)
     service.commit(OLD)
     newer = stage(service, NEW, 2, RUN, service.node_id)
@@ -470,20 +486,18 @@ def replace_one(service: NodeService) -> tuple[Manifest, Path]:
     return newer, service.store.root / "step-10" / replaced_name(OLD)
 
 
-def test_the_manifest_of_a_replaced_version_is_found_where_it_lies(service: NodeService) -> None:
-    """Where this node alone has it: else no plan counts or keeps it, and no policy removes it."""
+def test_the_manifest_of_a_replaced_version_is_found(service: NodeService) -> None:
+    """Without it, no plan and no policy would count the replaced version."""
     replace_one(service)
     manifests = ManifestBook(service.store, service.node_id, service.peers).of(look(service))
     assert manifests.keys() == {OLD, NEW}
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
-    service: NodeService, *, is_done: bool
-) -> None:
-    """Its manifest was damaged after it was replaced; while anything is short anywhere it stays.
+def test_a_replaced_version_without_a_manifest_is_removed_at_the_end(service: NodeService, *, is_done: bool) -> None:
+    """The manifest of a replaced version is damaged: its files are removed once every checkpoint has its copies.
 
-    A load that was told to read it keeps it no longer than that: where all have their copies, it reads others.
+    A pin does not keep them: a load then finds other copies.
     """
     newer, place = replace_one(service)
     flip(place, 60)
@@ -494,7 +508,7 @@ def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
 
 
 def test_a_replaced_version_of_a_newer_format_stays(service: NodeService) -> None:
-    """What this version of the package cannot read is not taken for damaged."""
+    """A manifest of a newer format is not treated as damaged."""
     newer, place = replace_one(service)
     make_newer(place)
     drop_superseded(service, {NEW: newer}, look(service), is_done=True)

@@ -1,4 +1,4 @@
-"""What a node says is in doubt: no save that was aborted while nodes were asked about it."""
+"""Saves in doubt: which ones a node lists, and how they are settled."""
 
 import shutil
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ from tests.damage import make_newer
 SAVE, OTHER = "2" * 32, "0" * 11 + "a"
 
 
-@pytest.mark.parametrize("was_known", [False, True], ids=["at once", "known before"])
+@pytest.mark.parametrize("was_known", [False, True], ids=["unknown before", "known before"])
 @pytest.mark.parametrize("fails", [False, True], ids=["silent", "fails"])
-def test_a_save_that_is_given_up_meanwhile_is_in_no_doubt(
+def test_a_save_that_is_aborted_meanwhile_is_not_in_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, was_known: bool, fails: bool
 ) -> None:
-    """The next save of its name opens while a node of it is asked: `status` would name it until the agent's next start."""
+    """A newer save aborts the stale one while other nodes are asked: the stale save is no longer listed as in doubt."""
     service = NodeService(LocalStore(tmp_path))
     intent = Intent(SAVE, "step-1", "s", overwrite=True, nodes=(service.node_id, OTHER), coordinator=OTHER)
     service.open_save(intent)
@@ -52,7 +52,7 @@ def test_a_save_that_is_given_up_meanwhile_is_in_no_doubt(
 
 
 def test_a_decision_of_a_newer_format_is_kept_for_the_newer_version(tmp_path: Path) -> None:
-    """An agent of an older version, which cannot carry it out, does not take it for none."""
+    """An agent that cannot read a decision keeps the staged save. The newer release publishes it."""
     service = NodeService(LocalStore(tmp_path))
     manifest = checkpointed([service.store], 1, {shard(0): [0]}, copies=1)
     intent = Intent(
@@ -72,8 +72,8 @@ def test_a_decision_of_a_newer_format_is_kept_for_the_newer_version(tmp_path: Pa
     assert findings(service.store) == []
 
 
-def test_a_save_that_a_node_outside_of_the_job_has_taken_over_is_completed(tmp_path: Path) -> None:
-    """Its coordinator's node has lost it since. The shards that are staged here are the last ones: they do not go."""
+def test_a_save_that_a_node_outside_the_job_has_is_completed(tmp_path: Path) -> None:
+    """The coordinator has lost the save, but a node outside the job has it: the staged shards here are published."""
     own, coordinator, third = (LocalStore(tmp_path / name) for name in ("own", "coordinator", "third"))
     manifest = checkpointed([own, coordinator, third], 1, {shard(0): [0, 1]}, on=[0, 2])
     with running_agent(coordinator.root) as asked, running_agent(third.root) as other:
@@ -89,11 +89,13 @@ def test_a_save_that_a_node_outside_of_the_job_has_taken_over_is_completed(tmp_p
     assert findings(own) == []
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["just then", "after a crash just then"])
+@pytest.mark.parametrize("is_killed", [False, True], ids=["meanwhile", "after a crash"])
 def test_a_version_that_is_being_replaced_is_not_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_killed: bool
 ) -> None:
-    """A save that another node has staged would be removed there, and with it the only copy of a shard."""
+    """The coordinator replaces the version while another node asks about it: the answer is not "unknown", and the
+    staged copy stays.
+    """
     own, coordinator = LocalStore(tmp_path / "own"), LocalStore(tmp_path / "coordinator")
     nodes, stores = (own.node_id(), coordinator.node_id()), [own, coordinator]
     old = checkpointed(stores, 1, {shard(0): [0], shard(1): [1]}, copies=1)
@@ -132,8 +134,8 @@ def test_a_version_that_is_being_replaced_is_not_unknown(
     assert findings(own) == []
 
 
-def test_a_save_that_was_renamed_where_it_is_published_is_completed_under_that_name(tmp_path: Path) -> None:
-    """Its user has pinned it while this node was away. It was staged here for ever, and short under its new name."""
+def test_a_renamed_save_is_completed_under_its_new_name(tmp_path: Path) -> None:
+    """The user renamed the checkpoint while this node was away: the staged save is published here under the new name."""
     own, coordinator = LocalStore(tmp_path / "own"), LocalStore(tmp_path / "coordinator")
     nodes = own.node_id(), coordinator.node_id()
     manifest = checkpointed([own, coordinator], 1, {shard(0): [0], shard(1): [1]}, copies=1)

@@ -1,4 +1,4 @@
-"""Re-protection brings nothing under a name that ranks of the node write for at that moment."""
+"""Re-protection does not restore a checkpoint whose id a save on this node is writing."""
 
 import threading
 from pathlib import Path
@@ -21,9 +21,9 @@ SAVE = "f" * 32
 
 
 def test_a_copy_waits_for_the_save_that_is_open_under_its_name(tmp_path: Path) -> None:
-    """That save has not seen the checkpoint, as it was not there: it could not be published over it, and would fail.
+    """The open save began without a checkpoint under its id, so it could not be published over a restored one.
 
-    Found by the torture (433745): a user had removed the directory, and ranks of the node saved that step again.
+    The torture test found this (seed 433745): a user removed the directory, and ranks saved that step again.
     """
     nodes = stores(tmp_path, 3)
     checkpointed(nodes[:2], 1, PAIR)
@@ -32,17 +32,17 @@ def test_a_copy_waits_for_the_save_that_is_open_under_its_name(tmp_path: Path) -
     blank.begin(Intent(SAVE, "step-1", "a session", overwrite=False))
     lock = blank.lock_save(SAVE)
     with agents([nodes[0], blank]) as running:
-        said = f"ranks of this node are writing save {SAVE}"
-        wait_for(lambda: said in (blank.root / "agent.out").read_text(), 30, "the word that it waits")
+        line = f"ranks of this node are writing save {SAVE}"
+        wait_for(lambda: line in (blank.root / "agent.out").read_text(), 30, "the log line of the wait")
         assert held(blank) == set()
         blank.abort(SAVE)
         lock.release()
         wait_for(lambda: held(blank) == set(PAIR), 30, "the copies of the blank node")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
 
 
 def test_a_copy_waits_for_a_save_that_was_opened_just_now(tmp_path: Path) -> None:
-    """Its ranks do not hold it yet: another run's checkpoint took its name meanwhile, and it could not be published."""
+    """The same holds before the ranks of the save have taken its lock."""
     other, blank = stores(tmp_path, 2)
     theirs = checkpointed([other], 1, {"__0_0.distcp": [0]}, copies=1, lineage="b" * 16)
     with running_agent(other.root) as agent:

@@ -1,4 +1,6 @@
-"""Pauses of re-protection: short ones after what woke it, long ones at rest, and longer for what no node has intact."""
+"""Pauses between rounds of re-protection: short after a change, long at rest, and longer for shards without an intact
+copy.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -24,11 +26,12 @@ Damaged = tuple[LocalStore, str, bytes]
 
 
 def after(pauses: Pauses, rounds: int, nodes: int = 2) -> list[float]:
+    """The next pauses of `rounds` active rounds."""
     return [pauses.after(nodes, is_active=True) for _ in range(rounds)]
 
 
-def test_a_round_that_came_too_early_is_followed_by_another_soon() -> None:
-    """A node that has published its part of a save looks for its peer's: at once, then less and less often."""
+def test_pauses_grow_after_a_change() -> None:
+    """After a change the pauses grow from 0.1 s: peers may publish their part of a save a moment later."""
     pauses = Pauses(IDLE_PAUSE_S)
     assert after(pauses, 2) == [2.0, 2.0]
     pauses.begin_round(2)
@@ -39,7 +42,7 @@ def test_a_round_that_came_too_early_is_followed_by_another_soon() -> None:
 
 @pytest.mark.parametrize(("nodes", "first_s"), [(50, 0.1), (500, 1.0), (5000, 2.0)])
 def test_many_nodes_ask_each_other_less_often(nodes: int, first_s: float) -> None:
-    """However many there are, an agent answers about as many questions a second."""
+    """The pause grows with the number of nodes, so the load of each agent stays constant."""
     pauses = Pauses(IDLE_PAUSE_S)
     pauses.begin_round(nodes)
     assert after(pauses, 1, nodes) == [first_s]
@@ -47,14 +50,16 @@ def test_many_nodes_ask_each_other_less_often(nodes: int, first_s: float) -> Non
 
 
 def test_no_pause_is_longer_than_the_one_at_rest() -> None:
-    """With `--round-every-s 1` nothing waits for longer than that."""
+    """`--round-every-s 1` limits every pause to 1 s."""
     assert after(Pauses(1.0), 1) == [1.0]
     assert Pauses(1.0).after(2, is_active=False) == 1.0
 
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Iterator[Damaged]:
-    """A node whose shard is bad in the same place as its only other copy, where an agent runs."""
+    """A node and its only peer, whose copies of a shard are damaged at the same place. Yields store, save id and intact
+    bytes.
+    """
     nodes = stores(tmp_path, 2)
     save_id = checkpointed(nodes, 1, {NAME: (0, 1)}).save_id
     intact = (nodes[0].root / "step-1" / NAME).read_bytes()
@@ -70,7 +75,7 @@ def damaged(tmp_path: Path) -> Iterator[Damaged]:
 def test_a_copy_that_no_node_has_intact_is_tried_again_after_a_while(
     damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each round read both copies in full. It is failed meanwhile, and mended at once when one of them has changed."""
+    """The failed copy is reported in each round, but tried again only after RETRY_S or after a copy has changed."""
     store, save_id, intact = damaged
     service, stopping, now, copies = NodeService(store), threading.Event(), [0.0], list[str]()
     copy = Mender._copy
@@ -94,8 +99,8 @@ def test_a_copy_that_no_node_has_intact_is_tried_again_after_a_while(
     assert findings(store) == []
 
 
-def test_what_is_known_to_be_bad_is_not_read_again_for_each_report(damaged: Damaged) -> None:
-    """Two nodes that tried to copy from each other each reported the other's, and woke each other without end."""
+def test_a_known_damaged_file_is_not_read_again_for_each_report(damaged: Damaged) -> None:
+    """Otherwise two nodes that copy from each other would report and wake each other without end."""
     store, save_id, intact = damaged
     service, stopping = NodeService(store), threading.Event()
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
@@ -105,7 +110,7 @@ def test_what_is_known_to_be_bad_is_not_read_again_for_each_report(damaged: Dama
     again.suspect("step-1", save_id, NAME, "another load says so")
     is_read_again = again.is_busy
     assert not is_read_again
-    with (store.root / "step-1" / NAME).open("r+b") as file:  # by a user, from elsewhere
+    with (store.root / "step-1" / NAME).open("r+b") as file:  # a user restores the file
         file.write(intact)
     again.suspect("step-1", save_id, NAME, "a third load says so")
     assert again.is_busy

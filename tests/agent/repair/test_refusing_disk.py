@@ -1,4 +1,4 @@
-"""What a disk refuses during upkeep keeps nothing else from being done, and nothing is done for nothing."""
+"""Disk errors during upkeep: the rest of the upkeep goes on, and no work is repeated in vain."""
 
 import errno
 import os
@@ -40,13 +40,14 @@ SAVE = f"{1:032x}"
 
 @pytest.fixture
 def service(tmp_path: Path) -> NodeService:
-    """Of a node with one checkpoint, of one shard."""
+    """A node with one checkpoint of one shard."""
     store = LocalStore(tmp_path / "root")
     checkpointed([store], 1, {shard(0): [0]}, copies=1, size_bytes=3000)
     return NodeService(store)
 
 
 def full(service: NodeService) -> Iterator[None]:
+    """The disk has no room for the shard."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mending, "measure_room", lambda _: Room(1000, 1 << 30), raising=False)
         (service.store.root / "step-1" / shard(0)).unlink()
@@ -54,12 +55,13 @@ def full(service: NodeService) -> Iterator[None]:
 
 
 def lost(service: NodeService) -> Iterator[None]:
+    """The shard cannot be read."""
     with refused(service.store.root / "step-1" / shard(0), errno.EIO):
         yield
 
 
 def protected(service: NodeService) -> Iterator[None]:
-    """Its user has taken the right to write from the directory, which root has all the same."""
+    """The directory is read-only for its user, which root would ignore."""
     access = os.access
 
     def refuse(path: Any, mode: int, **named: Any) -> bool:
@@ -72,18 +74,18 @@ def protected(service: NodeService) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("refusing", "kind"), [(full, StoreFull), (lost, StoreError), (protected, StoreDenied)])
-def test_a_copy_that_cannot_get_its_place_is_not_pulled(
+def test_a_copy_that_cannot_be_placed_is_not_transferred(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, refusing: Any, kind: type[StoreError]
 ) -> None:
-    """Each round would fill the disk to the brim, or bring all its bytes, and then throw them away."""
-    monkeypatch.setattr(mending, "pull_shard", lambda *_: pytest.fail("it was pulled"))
+    """The error comes before the transfer: otherwise each round would transfer all bytes and discard them."""
+    monkeypatch.setattr(mending, "pull_shard", lambda *_: pytest.fail("the shard was transferred"))
     action = CopyShard(service.node_id, "step-1", SAVE, shard(0), 3000, (service.node_id,), True)
     with contextmanager(refusing)(service), pytest.raises(kind):
         Mender(service, Pace(1e12, threading.Event())).carry_out(action)
 
 
-def test_what_cannot_get_its_place_leaves_nothing_in_the_quarantine(service: NodeService) -> None:
-    """Each round would add a name for the file that it was to replace."""
+def test_a_failed_replacement_leaves_nothing_in_the_quarantine(service: NodeService) -> None:
+    """Otherwise each round would add a link to the file that it could not replace."""
     with (
         open_directory(service.store.root, "step-1") as directory,
         contextmanager(protected)(service),
@@ -94,10 +96,8 @@ def test_what_cannot_get_its_place_leaves_nothing_in_the_quarantine(service: Nod
 
 
 @pytest.mark.parametrize("kind", ["lost", "directory"])
-def test_a_manifest_that_cannot_be_read_gives_way(
-    service: NodeService, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """The one that another node has takes its name, as the error of reading it promises."""
+def test_an_unreadable_manifest_is_replaced(service: NodeService, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """An unreadable manifest, or a directory in its place, is replaced by the manifest of another node."""
     path = service.store.root / "step-1" / MANIFEST_NAME
     raw, fdopen = path.read_bytes(), os.fdopen
     if kind == "directory":
@@ -117,10 +117,10 @@ def test_a_manifest_that_cannot_be_read_gives_way(
     assert findings(service.store) == []
 
 
-def test_a_replaced_version_that_stays_keeps_no_other_one(
+def test_a_replaced_version_that_cannot_be_removed_delays_no_other(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor any copy from being made, which comes after it in a round."""
+    """One replaced version cannot be removed: the others are tried, and the round goes on."""
     tried: list[str] = []
 
     def drop(_: LocalStore, checkpoint_id: str, save_id: str) -> bool:
@@ -135,8 +135,8 @@ def test_a_replaced_version_that_stays_keeps_no_other_one(
     assert caplog.text.count("not removed: ") == 2
 
 
-def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The status says so: all copies are there, and the disk fills."""
+def test_a_failed_removal_is_reported(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed removal is in the result of the round. The next round removes the checkpoint."""
     stopping = threading.Event()
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     service.store.journal.append_end(SAVE, End.REMOVING)
@@ -150,8 +150,8 @@ def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytes
     assert service.holdings() == ()
 
 
-def test_what_did_not_get_into_a_checkpoint_goes_in_the_next_round(service: NodeService) -> None:
-    """The disk had refused to remove it, too, when the copy failed: it stayed until the agent was started again."""
+def test_a_partial_copy_is_removed_in_the_next_round(service: NodeService) -> None:
+    """A partial copy that could not be removed is removed in the next round, not only at the next start."""
     stopping = threading.Event()
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     left = service.store.root / "step-1" / f"{shard(0)}.{'2' * 32}.part"
@@ -162,7 +162,7 @@ def test_what_did_not_get_into_a_checkpoint_goes_in_the_next_round(service: Node
 
 
 def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) -> None:
-    """An agent sees within half a second that it is gone, and what it does or notes until then makes no new one."""
+    """The agent does not create the root again before it notices that the root was removed."""
     stopping, root = threading.Event(), service.store.root
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     root.rename(root.with_name("old"))
@@ -173,11 +173,11 @@ def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) ->
     assert not root.exists()
 
 
-def test_what_is_removed_needs_no_room(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk has none for a directory or a file: a removal is renames and unlinks."""
+def test_a_removal_needs_no_disk_space(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal creates no file or directory, so it works on a full disk."""
 
     def refuse(path: Any, *_: object, **__: object) -> None:
-        code = errno.EEXIST if os.path.exists(path) else errno.ENOSPC  # noqa: PTH110 - as the system looks at it
+        code = errno.EEXIST if os.path.exists(path) else errno.ENOSPC  # noqa: PTH110 - as mkdir checks it
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "mkdir", refuse)
@@ -186,8 +186,8 @@ def test_what_is_removed_needs_no_room(service: NodeService, monkeypatch: pytest
     assert not (service.store.root / "step-1").exists()
 
 
-def test_a_scrub_that_hangs_keeps_no_agent(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a read of a disk that hangs does, or of a long file: the agent that is to follow waits for the root."""
+def test_a_scrub_that_hangs_does_not_delay_the_exit(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scrub hangs in a read: a stopping agent does not wait for it."""
     monkeypatch.setattr("replicated_ckpt.agent.repair.scrub._JOIN_S", 0.1, raising=False)
     stopping, reading, hangs = threading.Event(), threading.Event(), threading.Event()
     scrubber = Scrubber(
@@ -210,10 +210,8 @@ def test_a_scrub_that_hangs_keeps_no_agent(service: NodeService, monkeypatch: py
     assert is_over
 
 
-def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
-    service: NodeService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever comes of it, its descriptors are closed: each of a rank's memory stays in use until then."""
+def test_a_failed_submission_closes_its_descriptors(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The submission fails, and its descriptors are closed, which frees the rank's memory."""
     monkeypatch.setattr("replicated_ckpt.node.saves.submissions._KEPT", 0)
     submissions = Submissions(service.store)
     copies = WantedCopies(SAVE, shard(0), service.node_id)
@@ -228,10 +226,10 @@ def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
 
 @pytest.mark.parametrize("method", ["is_staged", "is_locked", "intent_of"])
 @pytest.mark.parametrize("error", [StoreError("the disk", "read", "intent", "EIO"), OSError(errno.EMFILE, "too many")])
-def test_a_save_whose_ranks_are_gone_is_followed_past_an_error(
+def test_a_stale_save_is_removed_after_a_disk_error(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
 ) -> None:
-    """The disk refuses one look at what is staged, or there is no descriptor for it: the next one settles it."""
+    """A stale save is removed although one check of it fails."""
     save_id, look, left = f"{9:032x}", getattr(LocalStore, method), [error]
     service.store.begin(Intent(save_id, "step-9", "by hand", overwrite=True))
 

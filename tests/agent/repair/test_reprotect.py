@@ -1,4 +1,4 @@
-"""Agents alone, without a training job: lost copies are made anew, bad ones set aside and restored."""
+"""Agents without a job copy the shards of lost nodes again, and replace damaged files."""
 
 import logging
 import shutil
@@ -60,12 +60,12 @@ def status(agent: RunningAgent) -> dict[str, Any]:
 
 
 def protected(*running: RunningAgent) -> Callable[[], bool]:
-    """Whether all these agents say that everything has its copies, and are at rest."""
+    """Returns a check: all these agents report that every checkpoint has its copies, and none restores."""
     return lambda: all(found["protection"]["is_complete"] and not found["restoring"] for found in map(status, running))
 
 
-def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
-    """One of three nodes vanishes with its disk: the two that are left make up for its copies by themselves, and say so."""
+def test_the_copies_of_a_lost_node_are_made_again(tmp_path: Path) -> None:
+    """One of three nodes is lost with its disk: the other two copy its shards again, and report completion."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     checkpointed(nodes, 2, RING, checkpoint_id="step-2")
@@ -76,7 +76,7 @@ def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
         wait_for(
             lambda: all(held(store, i) == set(RING) for store in nodes[:2] for i in ("step-1", "step-2")), 30, "copies"
         )
-        wait_for(protected(*running[:2]), 30, "being done")
+        wait_for(protected(*running[:2]), 30, "all copies")
         assert "re-protection is done" in (nodes[0].root / "agent.out").read_text()
     assert [findings(store) for store in nodes[:2]] == [[], []]
     assert not list((nodes[0].root / ".incoming").glob("*"))
@@ -84,23 +84,23 @@ def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_blank_node_is_filled(tmp_path: Path) -> None:
-    """A node with an empty disk that is introduced gets every checkpoint's metadata, and the lost node's copies."""
+    """A node with an empty disk gets the metadata of every checkpoint, and the copies of the lost node."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes[:2], 1, PAIR)
     with agents([nodes[0], nodes[2]]) as running:
         wait_for(lambda: held(nodes[2]) == set(PAIR), 30, "the copies of the blank node")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert findings(nodes[2]) == []
 
 
-def test_a_node_that_says_goodbye_is_not_replaced(tmp_path: Path) -> None:
-    """An agent that leaves in good order leaves its disk intact: nobody copies anything, although it is silent for long."""
+def test_a_node_whose_agent_was_stopped_is_not_replaced(tmp_path: Path) -> None:
+    """A stopped agent leaves its disk intact: nothing is copied, however long the node is silent."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     with agents(nodes) as running:
         running[2].signal(signal.SIGTERM)
         assert running[2].process.wait(10) == 0
-        for _ in range(2):  # rounds, well beyond the time after which a silent one counts as lost
+        for _ in range(2):  # much longer than the time after which a silent node counts as lost
             rounds = wait_for(lambda: status(running[0])["uptime_s"], 5, "an answer")
             with pytest.raises(AssertionError, match="a copy"):
                 wait_for(lambda: held(nodes[0]) == set(RING), 2.0, f"a copy, after {rounds} s")
@@ -108,8 +108,10 @@ def test_a_node_that_says_goodbye_is_not_replaced(tmp_path: Path) -> None:
     assert [findings(store) for store in nodes] == [[], [], []]
 
 
-def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_path: Path) -> None:
-    """Nobody has asked it since: its shard is copied once it is aborted. What it was known to lack is copied at once."""
+def test_a_node_that_falls_silent_after_a_save_is_assumed_to_hold_it(tmp_path: Path) -> None:
+    """Copies that a silent node may hold are made only once the node counts as lost. Copies that it lacked before are
+    made at once.
+    """
     nodes, now, stopping = stores(tmp_path, 3), [0.0], threading.Event()
     checkpointed(nodes, 1, RING, on=[0, 1])
     service = NodeService(nodes[0])
@@ -130,21 +132,27 @@ def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_pat
 
 
 def test_an_agent_that_ranks_started_copies_to_the_end(tmp_path: Path) -> None:
-    """What a round at rest has found to do is work, too: no client is there, no request came, and the agent stays."""
+    """An agent without clients does not exit on idle while it copies."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=6_000_000, on=[0])
     with running_agent(nodes[0].root, *QUICK) as there:
         introduced(nodes[1], [there.endpoint.address()])
         with running_agent(nodes[1].root, *QUICK, "--idle-exit-s", "2", "--copy-mib-per-s", "1") as idle:
-            wait_for(lambda: ask_holdings(idle.endpoint.address()).node_report.is_busy, 10, "word that it is at work")
+            wait_for(
+                lambda: ask_holdings(idle.endpoint.address()).node_report.is_busy,
+                10,
+                "the report that the agent is busy",
+            )
             assert idle.process.wait(60) == 0
     assert held(nodes[1]) == {shard(0)}
 
 
-def test_a_save_that_others_publish_just_now_is_not_said_to_lack_copies(
+def test_missing_copies_are_logged_only_in_the_second_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The round after a commit looks at nodes that have not got so far; if the next one finds the same, it is said."""
+    """The round after a commit may come before other nodes have published. Missing copies are logged only if the next
+    round finds them too.
+    """
     nodes, stopping = stores(tmp_path, 2), threading.Event()
     service, other = NodeService(nodes[0]), NodeService(nodes[1])
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
@@ -163,8 +171,8 @@ def test_a_save_that_others_publish_just_now_is_not_said_to_lack_copies(
     assert "copies or checkpoints are missing" in caplog.messages[0]
 
 
-def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path: Path) -> None:
-    """A round that retires a checkpoint does not say that all is done before the other run's of its name has its copies."""
+def test_a_name_that_retention_frees_is_restored_for_another_run(tmp_path: Path) -> None:
+    """A round that retires a checkpoint is complete only after the other run's checkpoint of that name has its copies."""
     nodes, stopping, run, another = stores(tmp_path, 2), threading.Event(), "a" * 16, "b" * 16
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1, on=[0], lineage=run)
     checkpointed(nodes, 2, {shard(0): (0,)}, copies=1, checkpoint_id="step-2", lineage=run)
@@ -174,13 +182,15 @@ def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path:
     service.policies.learn([Policy("", NODES, 2, Retention(keep_last=1), run)])
     with running_agent(nodes[1].root) as other:
         introduced(nodes[0], [other.endpoint.address()])
-        wait_for(lambda: reprotector.round().is_complete, 20, "a round that says that all is done")
+        wait_for(lambda: reprotector.round().is_complete, 20, "a complete round")
     assert dict(nodes[0].catalog.committed())["step-1"].save_id == theirs.save_id
     assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_an_older_version_stays_while_another_node_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that copies the newer one, and finds its source bad in the end: a node that waits counts no rounds."""
+    """A busy node may still find its source damaged: rounds do not count towards the removal of the older version
+    meanwhile.
+    """
     nodes, stopping, halves = stores(tmp_path, 2), threading.Event(), {shard(0): (0,), shard(1): (1,)}
     service, other = NodeService(nodes[0]), NodeService(nodes[1])
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
@@ -196,8 +206,8 @@ def test_an_older_version_stays_while_another_node_is_at_work(tmp_path: Path, mo
     assert not replaced_saves(nodes[0])
 
 
-def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
-    """A job saves meanwhile, and its disk does not fill: what is replaced or retired does not wait for the copy's end."""
+def test_replaced_checkpoints_are_removed_during_a_long_copy(tmp_path: Path) -> None:
+    """A job saves during a long copy: replaced and retired checkpoints are removed before the copy ends."""
     nodes, now, stopping = stores(tmp_path, 2), [0.0], threading.Event()
     service, numbers = NodeService(nodes[0]), iter(range(2, 100))
     here: list[tuple[int, int]] = []
@@ -224,7 +234,7 @@ def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
 
 
 def test_the_newest_save_does_not_wait_for_all_copies_of_older_ones(tmp_path: Path) -> None:
-    """One that is saved while a lost node's copies are made up for gets its own after the next of those."""
+    """A save that is made during re-protection is copied next, before the remaining older checkpoints."""
     nodes, now, stopping = stores(tmp_path, 2), [0.0], threading.Event()
 
     class WhileOneIsSaved(Pace):
@@ -247,8 +257,8 @@ def test_the_newest_save_does_not_wait_for_all_copies_of_older_ones(tmp_path: Pa
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
-    """An agent that sees a save retired every minute for a year keeps nothing of each."""
+def test_records_of_removed_saves_are_dropped(tmp_path: Path) -> None:
+    """The record of a removed save is dropped after a while, so memory does not grow."""
     (store,), now, stopping = stores(tmp_path, 1), [0.0], threading.Event()
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     reprotector = Reprotector(
@@ -257,7 +267,7 @@ def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
     reprotector.round()
     shutil.rmtree(store.final("step-1"))
     reprotector.round()
-    assert len(reprotector._deferred._gone_since) == 1, "it is not put back at once"
+    assert len(reprotector._deferred._gone_since) == 1, "the removed save is recorded"
     now[0] += SilenceTimeouts().lost_after_s
     reprotector.round()
     assert not reprotector._deferred._gone_since
@@ -266,10 +276,8 @@ def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "problem", [StoreError("here", "list", "holdings", "EIO"), KeyError("a defect"), TimeoutError()]
 )
-def test_a_repair_that_cannot_begin_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
-) -> None:
-    """Whoever has ordered it is told why, and the thread goes on with the next order."""
+def test_a_repair_that_cannot_begin_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
+    """The caller gets the error, and the thread goes on with the next repair."""
     (store,), stopping = stores(tmp_path, 1), threading.Event()
     made = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     service = NodeService(store)
@@ -293,8 +301,8 @@ def test_a_repair_that_cannot_begin_is_answered(
     assert [holding.save_id for holding in service.holdings()] == [made.save_id]
 
 
-def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is looked for or copied for a moment, unless something else wakes the thread."""
+def test_re_protection_pauses_for_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-protection pauses for a moment when a load begins, unless something else wakes it."""
     (store,), stopping = stores(tmp_path, 1), threading.Event()
     reprotector = Reprotector(NodeService(store), SilenceTimeouts(), Pace(1e12, stopping), stopping)
     monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)
@@ -308,9 +316,9 @@ def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
         reprotector.start()
         wait_for(lambda: rounds() == 1, 10, "the first round")
         reprotector.wake_for_load()
-        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "it waits for the load")
+        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "the pause for the load")
         assert rounds() == 1
-        assert reprotector.is_busy, "the agent does not leave before"
+        assert reprotector.is_busy, "the agent does not exit during the pause"
         reprotector.wake()
         wait_for(lambda: rounds() == 2, 10, "the next round")
     finally:
@@ -321,7 +329,7 @@ def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
 def test_no_repair_waits_for_a_load_that_began_before_the_last_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two loads, one right after the other, the second ends what the first was given, and leaves nothing to wait for."""
+    """A second load ends the pause of the first: a repair after that round starts at once."""
     (store,), stopping = stores(tmp_path, 1), threading.Event()
     reprotector = Reprotector(NodeService(store), SilenceTimeouts(), Pace(1e12, stopping), stopping)
     monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)
@@ -336,7 +344,7 @@ def test_no_repair_waits_for_a_load_that_began_before_the_last_round(
     try:
         reprotector.start()
         reprotector.wake_for_load()
-        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "it waits for the load")
+        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "the pause for the load")
         before = reprotector.status()["rounds"]
         reprotector.wake_for_load()
         wait_for(lambda: reprotector.status()["rounds"] != before, 10, "the next round")
@@ -356,8 +364,8 @@ DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
 
 
 @pytest.mark.parametrize("name", mark_long([shard(0), ".metadata", ".manifest.json"], keep=[shard(0), ".metadata"]))
-def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> None:
-    """The scrub finds every kind of damage; the bad file is kept in the quarantine, a good copy takes its place."""
+def test_damaged_files_are_quarantined_and_restored(tmp_path: Path, name: str) -> None:
+    """The scrub finds each kind of damage. The damaged file goes to the quarantine, and an intact copy replaces it."""
     nodes = stores(tmp_path, 2)
     kinds = [kind for kind in DAMAGES if not (name != shard(0) and kind == "footer")]
     for number, kind in enumerate(kinds, 1):
@@ -367,8 +375,8 @@ def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> 
     checkpointed(nodes, 9, PAIR, checkpoint_id="removed")
     (nodes[0].root / "removed" / name).unlink()
     with agents(nodes, "--scrub-every-s", "0.5", "--scrub-mib-per-s", "500") as running:
-        wait_for(lambda: not findings(nodes[0]), 120, "being whole again")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(lambda: not findings(nodes[0]), 120, "the end of all findings")
+        wait_for(protected(*running), 30, "all copies")
         wait_for(lambda: status(running[0])["scrub"]["passes"] > 0, 30, "a pass of the scrub")
     assert findings(nodes[0]) == findings(nodes[1]) == []
     assert quarantined(nodes[0]) == [name] * len(kinds)
@@ -377,7 +385,7 @@ def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> 
 
 
 def test_swapped_shards_are_found(tmp_path: Path) -> None:
-    """Two files that have changed their names are both bad, and both restored."""
+    """Two shards with exchanged names are both replaced."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     first, second = (nodes[0].root / "step-1" / shard(rank) for rank in (0, 1))
@@ -390,8 +398,8 @@ def test_swapped_shards_are_found(tmp_path: Path) -> None:
     assert quarantined(nodes[0]) == [shard(0), shard(1)]
 
 
-def test_a_good_file_that_is_suspected_stays(tmp_path: Path) -> None:
-    """A reader may have met a bad wire, not a bad disk: the agent believes only what it reads itself."""
+def test_an_intact_file_that_is_suspected_stays(tmp_path: Path) -> None:
+    """A reported file is read by the agent itself before it counts as damaged: the network may have been at fault."""
     nodes = stores(tmp_path, 2)
     manifest = checkpointed(nodes, 1, PAIR)
     with agents(nodes) as running:
@@ -399,13 +407,13 @@ def test_a_good_file_that_is_suspected_stays(tmp_path: Path) -> None:
             client.call(
                 "POST", "/v1/suspects", {"checkpoint_id": "step-1", "save_id": manifest.save_id, "name": shard(0)}
             )
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert quarantined(nodes[0]) == []
     assert held(nodes[0]) == set(PAIR)
 
 
-def test_two_copies_damaged_in_different_blocks_make_a_good_one(tmp_path: Path) -> None:
-    """A third node gets a whole copy although no source has one: every block is intact somewhere."""
+def test_two_copies_damaged_in_different_blocks_make_an_intact_one(tmp_path: Path) -> None:
+    """No source is intact, but each block is intact in one of them: a third node gets an intact copy."""
     nodes = stores(tmp_path, 3)
     manifest = checkpointed(nodes, 1, {shard(0): (0, 1, 2)}, copies=3, on=(0, 1))
     for store, position in ((nodes[0], 1000), (nodes[1], 600_000)):
@@ -414,13 +422,13 @@ def test_two_copies_damaged_in_different_blocks_make_a_good_one(tmp_path: Path) 
     with agents(nodes) as running:
         wait_for(lambda: held(nodes[2]) == {shard(0)}, 30, "the third copy")
         wait_for(lambda: all(held(store) == {shard(0)} for store in nodes), 30, "all three")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
     assert [quarantined(store) for store in nodes] == [[shard(0)], [shard(0)], []]
     assert manifest.copies == 3
 
 
-def test_an_agent_that_comes_back_elsewhere_is_found(tmp_path: Path) -> None:
-    """Its port was taken meanwhile: it tells its peers where it is now, with the token that they know."""
+def test_an_agent_that_restarts_on_another_port_is_found(tmp_path: Path) -> None:
+    """A restarted agent has another port: it announces the port to its peers with the token that they have."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes) as running:
@@ -431,24 +439,24 @@ def test_an_agent_that_comes_back_elsewhere_is_found(tmp_path: Path) -> None:
             assert back.endpoint.port != running[1].endpoint.port
             assert back.endpoint.incarnation == running[1].endpoint.incarnation + 1
             wait_for(lambda: held(nodes[1]) == set(PAIR), 30, "its copy")
-            wait_for(protected(running[0], back), 30, "being done")
+            wait_for(protected(running[0], back), 30, "all copies")
             (known,) = PeerBook(running[0].root / ".agent").read_all()
             assert known.port == back.endpoint.port
 
 
 def test_a_checkpoint_removed_on_every_node_stays_removed(tmp_path: Path) -> None:
-    """Somebody who clears old checkpoints node by node is not undone by re-protection."""
+    """A user removes a checkpoint node by node: re-protection does not restore it."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     checkpointed(nodes, 2, PAIR, checkpoint_id="step-2")
     with agents(nodes, "--lost-after-s", "20") as running:
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
         shutil.rmtree(nodes[0].root / "step-1")
-        meet(*running)  # has a round begin
-        wait_for(lambda: status(running[0])["protection"]["planned"] > 0, 10, "a plan that is held back")
+        meet(*running)  # starts a round
+        wait_for(lambda: status(running[0])["protection"]["planned"] > 0, 10, "a deferred plan")
         shutil.rmtree(nodes[1].root / "step-1")
         meet(*running)
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 30, "all copies")
         assert not (nodes[0].root / "step-1").exists()
         assert not (nodes[1].root / "step-1").exists()
     assert [findings(store) for store in nodes] == [[], []]

@@ -1,4 +1,4 @@
-"""Agents retire what the policy of a run keeps no longer: each its part, whole or not at all, and nobody brings it back."""
+"""Agents remove checkpoints by the policy of a run: each node removes its own part, and the others do not restore it."""
 
 import itertools
 import signal
@@ -31,7 +31,7 @@ PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
 SMALL = 3000
 OURS, OTHER = "a" * 16, "b" * 16
 SETTLED_S = 1.5
-"""Some rounds of re-protection, woken."""
+"""Time for some rounds of re-protection."""
 
 
 @contextmanager
@@ -48,48 +48,49 @@ def meet(*running: RunningAgent) -> None:
             client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "meeting"})
 
 
-def tell(agent: RunningAgent, retention: Retention | None, *, revision: int, scope: str = "") -> None:
-    tell_policies(agent, [Policy(scope, NODES, revision, retention).to_json()])
+def set_policy(agent: RunningAgent, retention: Retention | None, *, revision: int, scope: str = "") -> None:
+    set_policies(agent, [Policy(scope, NODES, revision, retention).to_json()])
 
 
 def stored(folder: Path, count: int, numbers: Sequence[int]) -> list[LocalStore]:
-    """Stores with these checkpoints on all of them, two copies of each shard."""
+    """Stores with these checkpoints on all of them, and two copies of each shard."""
     stores = [LocalStore(folder / f"node{index}") for index in range(count)]
     for number in numbers:
         checkpointed(stores, number, RING if count == 3 else PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL)
     return stores
 
 
-def there(store: LocalStore) -> list[int]:
+def steps_in(store: LocalStore) -> list[int]:
+    """The steps whose directories exist in a store."""
     return sorted(int(path.name.removeprefix("step-")) for path in store.root.glob("step-*"))
 
 
-def gone_to(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
-    """Waits until the stores hold these checkpoints alone and nothing is in the trash, and stay so."""
-    wait_for(lambda: all(there(store) == list(numbers) for store in stores), 20, f"{numbers} alone")
+def wait_until_only(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
+    """Waits until the stores hold only these checkpoints, and the trash is empty."""
+    wait_for(lambda: all(steps_in(store) == list(numbers) for store in stores), 20, f"{numbers} alone")
     wait_for(lambda: not any(any((store.root / ".trash").glob("*")) for store in stores), 10, "an empty trash")
 
 
-def stays(stores: Sequence[LocalStore], *running: RunningAgent) -> None:
-    """Nothing changes in some rounds."""
-    before = [there(store) for store in stores]
+def assert_unchanged(stores: Sequence[LocalStore], *running: RunningAgent) -> None:
+    """Asserts that no checkpoint appears or disappears during some rounds."""
+    before = [steps_in(store) for store in stores]
     until = time.monotonic() + SETTLED_S
     while time.monotonic() < until:
         meet(*running)
         time.sleep(0.3)
-        assert [there(store) for store in stores] == before
+        assert [steps_in(store) for store in stores] == before
 
 
-def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
-    """The newest two and every fourth stay, whole; the log has the rule of each that went."""
+def test_each_agent_removes_its_part_and_logs_the_rule(tmp_path: Path) -> None:
+    """The newest two and every fourth stay complete. The log has the rule for each removed checkpoint."""
     stores = stored(tmp_path, 3, range(1, 8))
     with agents(stores) as running:
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
         for agent in running:
-            tell(agent, Retention(keep_last=2, keep_every=4), revision=7)
-        gone_to(stores, [4, 6, 7])
+            set_policy(agent, Retention(keep_last=2, keep_every=4), revision=7)
+        wait_until_only(stores, [4, 6, 7])
         with running[0].client() as client:
-            counted = partial(client.call, "GET", "/v1/status")  # a moment after the directory is gone
+            counted = partial(client.call, "GET", "/v1/status")  # counted a moment after the directory is removed
             wait_for(
                 lambda: counted()["protection"]["retention"] == {"removed": 4, "slimmed": 0, "held_back": 0},
                 20,
@@ -104,88 +105,92 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", mark_long([signal.SIGTERM, signal.SIGKILL], keep=[signal.SIGKILL]))
-def test_a_node_that_was_away_retires_them_when_its_ranks_say_so(tmp_path: Path, how: int) -> None:
-    """What its peers say has nothing removed there. What they retired meanwhile is not brought back, nor missed."""
+def test_a_node_that_was_away_removes_only_by_its_own_ranks_policy(tmp_path: Path, how: int) -> None:
+    """A node that was away removes nothing until its own ranks send the policy. The others do not restore what they
+    removed meanwhile.
+    """
     stores = stored(tmp_path, 3, (1, 2, 3))
     with agents(stores) as all_three:
         running = all_three[:2]
         all_three[2].signal(how)
         all_three[2].process.wait(10)
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores[:2], [3])
+            set_policy(agent, Retention(keep_last=1), revision=3)
+        wait_until_only(stores[:2], [3])
         checkpointed(stores, 4, RING, checkpoint_id="step-4", size_bytes=SMALL, on=(0, 1))
         meet(*running)
-        gone_to(stores[:2], [4])
+        wait_until_only(stores[:2], [4])
         with running_agent(stores[2].root, *QUICK) as back:
             meet(*running, back)
-            wait_for(lambda: there(stores[2]) == [1, 2, 3, 4], 20, "the new one")
-            stays(stores, *running, back)
+            wait_for(lambda: steps_in(stores[2]) == [1, 2, 3, 4], 20, "the new one")
+            assert_unchanged(stores, *running, back)
             with back.client() as client:
                 wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
-            tell(back, Retention(keep_last=1), revision=4)
-            gone_to(stores, [4])
-            stays(stores, *running, back)
+            set_policy(back, Retention(keep_last=1), revision=4)
+            wait_until_only(stores, [4])
+            assert_unchanged(stores, *running, back)
     assert [findings(store) for store in stores[:2]] == [[], []]
     assert "removed step-1" in (stores[2].root / "agent.out").read_text()
 
 
-def test_nothing_goes_while_a_node_is_silent(tmp_path: Path) -> None:
-    """It may know better; once it answers, or is aborted, the policy is carried out."""
+def test_nothing_is_removed_while_a_node_is_silent(tmp_path: Path) -> None:
+    """Nothing is removed until the silent node answers or counts as lost."""
     stores = stored(tmp_path, 3, (1, 2, 3))
     with agents(stores, *PATIENT) as running:
         running[2].signal(signal.SIGSTOP)
         for agent in running[:2]:
-            tell(agent, Retention(keep_last=1), revision=3)
+            set_policy(agent, Retention(keep_last=1), revision=3)
         until = time.monotonic() + 2 * SETTLED_S
         while time.monotonic() < until:
             time.sleep(0.2)
-            assert there(stores[0]) == there(stores[1]) == [1, 2, 3]
+            assert steps_in(stores[0]) == steps_in(stores[1]) == [1, 2, 3]
         running[2].signal(signal.SIGCONT)
-        tell(running[2], Retention(keep_last=1), revision=3)
+        set_policy(running[2], Retention(keep_last=1), revision=3)
         meet(*running)
-        gone_to(stores, [3])
+        wait_until_only(stores, [3])
     stores = stored(tmp_path / "given-up", 3, (1, 2, 3))
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=3), revision=3)
+            set_policy(agent, Retention(keep_last=3), revision=3)
         running[2].signal(signal.SIGKILL)
         for agent in running[:2]:
-            tell(agent, Retention(keep_last=1), revision=4)
-        gone_to(stores[:2], [3])
+            set_policy(agent, Retention(keep_last=1), revision=4)
+        wait_until_only(stores[:2], [3])
 
 
-def test_the_newest_whole_one_stays_though_newer_ones_are_not(tmp_path: Path) -> None:
-    """Of checkpoint 3 a shard is nowhere: it does not count, and the policy goes by what can be loaded."""
+def test_the_newest_complete_checkpoint_stays(tmp_path: Path) -> None:
+    """Checkpoint 3 has lost a shard: it does not count, so the newest complete one stays."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     for store in stores:
         (store.root / "step-3" / shard(1)).unlink()
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores, [2, 3])
-        stays(stores, *running)
+            set_policy(agent, Retention(keep_last=1), revision=3)
+        wait_until_only(stores, [2, 3])
+        assert_unchanged(stores, *running)
 
 
 def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
-    """One node was left with the policy of an earlier run: what the others were told later keeps it from removing."""
+    """A node with an older policy removes nothing that a newer policy on another node keeps."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     with running_agent(stores[1].root, *QUICK) as other:
-        tell(other, None, revision=9)
+        set_policy(other, None, revision=9)
         with running_agent(stores[0].root, *QUICK) as agent:
             meet(agent, other)
-            tell(agent, Retention(keep_last=1), revision=3)
-            stays(stores, agent, other)
-            tell(agent, Retention(keep_last=2), revision=10)
-            gone_to(stores[:1], [2, 3])
-            assert there(stores[1]) == [1, 2, 3]
-            tell(other, Retention(keep_last=2), revision=10)
-            gone_to(stores, [2, 3])
+            set_policy(agent, Retention(keep_last=1), revision=3)
+            assert_unchanged(stores, agent, other)
+            set_policy(agent, Retention(keep_last=2), revision=10)
+            wait_until_only(stores[:1], [2, 3])
+            assert steps_in(stores[1]) == [1, 2, 3]
+            set_policy(other, Retention(keep_last=2), revision=10)
+            wait_until_only(stores, [2, 3])
 
 
 @pytest.mark.parametrize("gone_by", ["commit", "newer one seen whole", "retention"])
-def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_back(tmp_path: Path, gone_by: str) -> None:
-    """A node brings it that was away while the others dropped it, and retired what had replaced it: it goes there, too."""
+def test_a_part_of_an_overwritten_checkpoint_does_not_come_back(tmp_path: Path, gone_by: str) -> None:
+    """A node comes back with a part of a checkpoint that another run overwrote. The other nodes have removed both
+    saves: the part is removed, too.
+    """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
     ours = {shard(0): (0,)} if gone_by == "commit" else {shard(0): (0,), shard(1): (1,)}
@@ -200,28 +205,30 @@ def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_bac
             assert [read_by(agent, load) for agent in running] == [True, True]
         meet(*running)
         if gone_by == "newer one seen whole":
-            wait_for(lambda: not any(replaced_saves(store) for store in stores[:2]), 20, "the end of it")
+            wait_for(lambda: not any(replaced_saves(store) for store in stores[:2]), 20, "its removal")
         for agent in running:
-            tell_policies(agent, policies)
+            set_policies(agent, policies)
         if gone_by == "retention":
-            stays(stores[:2], *running)
+            assert_unchanged(stores[:2], *running)
             for agent in running:  # the reader has gone on to another checkpoint
                 read_by(agent, {**load, "save_id": f"{3:032x}"})
-        gone_to(stores[:2], [2, 3])
+        wait_until_only(stores[:2], [2, 3])
         assert not any(replaced_saves(store) for store in stores[:2])
-        assert there(stores[2]) == [1, 2, 3]
+        assert steps_in(stores[2]) == [1, 2, 3]
     with agents(stores) as running:
         for agent in running:
-            tell_policies(agent, policies)
-        gone_to(stores, [2, 3])
-        wait_for(lambda: not replaced_saves(stores[2]), 20, "the end of it there, too")
-        stays(stores, *running)
+            set_policies(agent, policies)
+        wait_until_only(stores, [2, 3])
+        wait_for(lambda: not replaced_saves(stores[2]), 20, "its removal there")
+        assert_unchanged(stores, *running)
     for store in stores:
         assert findings(store) == []
 
 
-def test_what_a_load_reads_of_another_runs_version_has_its_name_no_more(tmp_path: Path) -> None:
-    """What has replaced it stays, past its policy, until the load is over; then neither lies on any node."""
+def test_an_overwritten_version_stays_until_its_load_ends(tmp_path: Path) -> None:
+    """A load reads an overwritten version: that version and the one that replaced it stay until the load ends. Then
+    both are removed.
+    """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
     checkpointed(stores, 1, {shard(0): (0,), shard(1): (1,)}, copies=1, size_bytes=SMALL, lineage=OURS)
@@ -233,19 +240,21 @@ def test_what_a_load_reads_of_another_runs_version_has_its_name_no_more(tmp_path
         assert [read_by(agent, load) for agent in running] == [True, True]
         meet(*running)
         for agent in running:
-            tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
-        stays(stores, *running)
+            set_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
+        assert_unchanged(stores, *running)
         assert held(stores[0]) == {shard(0), "__0_4.distcp"}, "both versions"
         for agent in running:  # the reader has gone on to another checkpoint
             read_by(agent, {**load, "save_id": f"{3:032x}"})
-        gone_to(stores, [2, 3])
+        wait_until_only(stores, [2, 3])
         assert not any(replaced_saves(store) for store in stores)
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
     assert [findings(store) for store in stores] == [[], []]
 
 
-def test_a_whole_checkpoint_with_which_a_node_was_away_gets_its_copies_again(tmp_path: Path) -> None:
-    """Another run had overwritten it, and has retired that by now: it is the checkpoint of its name."""
+def test_a_complete_checkpoint_of_a_returning_node_gets_its_copies(tmp_path: Path) -> None:
+    """Another run overwrote the checkpoint and has removed its own since: a returning node with the complete original
+    restores its copies.
+    """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     checkpointed(stores, 9, {shard(0): (2, 0), shard(1): (2, 1)}, size_bytes=SMALL, lineage=OTHER)
     ours = {shard(0): (0,), shard(1): (0,)}
@@ -254,44 +263,45 @@ def test_a_whole_checkpoint_with_which_a_node_was_away_gets_its_copies_again(tmp
         checkpointed(stores, number, RING, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
     with agents(stores[:2]) as running:
         for agent in running:
-            tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
-        gone_to(stores[:2], [2, 3])
+            set_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
+        wait_until_only(stores[:2], [2, 3])
     with agents(stores):
         wait_for(lambda: [held(store) for store in stores[:2]] == [{shard(0)}, {shard(1)}], 20, "its copies again")
     assert [findings(store) for store in stores] == [[], [], []]
 
 
 def read_by(agent: RunningAgent, load: Mapping[str, Any]) -> bool:
+    """Announces a load to an agent. Returns whether the node holds the save."""
     with agent.peer() as client:
         return bool(client.call("POST", "/v1/sequence", load)["is_here"])
 
 
-def tell_policies(agent: RunningAgent, policies: Sequence[Mapping[str, Any]]) -> None:
+def set_policies(agent: RunningAgent, policies: Sequence[Mapping[str, Any]]) -> None:
     with agent.client() as client:
         client.call("POST", "/v1/retention", {"policies": policies})
 
 
 def test_a_peer_cannot_have_anything_removed(tmp_path: Path) -> None:
-    """However late the policy that it says it has: a node removes for its own ranks only."""
+    """A node removes only by the policy of its own ranks, whatever revision a peer has."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     with agents(stores) as (peer, agent):
-        tell(peer, Retention(keep_last=1), revision=99)
-        gone_to(stores[:1], [3])
-        assert there(stores[1]) == [1, 2, 3]
-        tell(agent, Retention(keep_last=2), revision=4)
-        stays(stores, peer, agent)
+        set_policy(peer, Retention(keep_last=1), revision=99)
+        wait_until_only(stores[:1], [3])
+        assert steps_in(stores[1]) == [1, 2, 3]
+        set_policy(agent, Retention(keep_last=2), revision=4)
+        assert_unchanged(stores, peer, agent)
         with agent.peer() as client, pytest.raises(StoreDenied, match="OWNER"):
             client.call("POST", "/v1/retention", {"policies": []})
 
 
 def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
-    """After a restart the agent knows it, before any rank names it again."""
+    """A restarted agent applies the policy before any rank sends it again."""
     (store,) = (LocalStore(tmp_path / "node0"),)
     for number in (1, 2):
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
     with running_agent(store.root, *QUICK) as agent:
-        tell(agent, Retention(keep_last=2), revision=2, scope="run")
-        stays([store], agent)
+        set_policy(agent, Retention(keep_last=2), revision=2, scope="run")
+        assert_unchanged([store], agent)
     for number in (3, 4):
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
     checkpointed([store], 5, {shard(0): (0,)}, checkpoint_id="other/step-5", size_bytes=SMALL)
@@ -301,7 +311,7 @@ def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
 
 
 def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
-    """With its revision, across restarts; an unreadable file is no policy, and so removes nothing."""
+    """The higher revision wins, also after a restart. An unreadable file contains no policy, so nothing is removed."""
     one, two = Retention(keep_last=1), Retention(keep_last=2)
     book = PolicyBook(tmp_path)
     assert book.learn([Policy("", NODES, 5, one), Policy("run", "s3://b/x", 5, two)])
@@ -318,20 +328,22 @@ def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
         assert PolicyBook(tmp_path).read_all() == ()
 
 
-def test_a_damaged_policy_is_none(tmp_path: Path) -> None:
-    """Whichever bit flips: no policy comes of it that keeps fewer checkpoints than the run wanted."""
-    told = (Policy("run", NODES, 5, Retention(keep_last=9, keep_every=8)),)
-    PolicyBook(tmp_path).learn(told)
+def test_a_damaged_policy_is_ignored(tmp_path: Path) -> None:
+    """Any flipped bit makes the file invalid, and never a policy that keeps fewer checkpoints."""
+    policies_before = (Policy("run", NODES, 5, Retention(keep_last=9, keep_every=8)),)
+    PolicyBook(tmp_path).learn(policies_before)
     raw = (tmp_path / "retention.json").read_bytes()
     for position, bit in itertools.product(range(len(raw)), range(8)):
         damaged = bytearray(raw)
         damaged[position] ^= 1 << bit
         (tmp_path / "retention.json").write_bytes(damaged)
-        assert PolicyBook(tmp_path).read_all() in ((), told), (position, bit)
+        assert PolicyBook(tmp_path).read_all() in ((), policies_before), (position, bit)
 
 
-def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
-    """On every node, until the bucket has it; then it goes, and is not brought back or uploaded again."""
+def test_a_checkpoint_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
+    """A checkpoint stays on every node until it is in the bucket. After that it is removed, and neither restored nor
+    uploaded again.
+    """
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     (tmp_path / "bucket").mkdir()
     url = f"file://{tmp_path}/bucket"
@@ -341,19 +353,21 @@ def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
         )
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores, [1, 3])
-        stays(stores, *running)
+            set_policy(agent, Retention(keep_last=1), revision=3)
+        wait_until_only(stores, [1, 3])
+        assert_unchanged(stores, *running)
         assert "kept beyond the policy" in (stores[0].root / "agent.out").read_text()
         for agent in running:
             with agent.client() as client:
                 client.call("POST", "/v1/object/target", {"url": url, "options": {}, "environment": {}})
         wait_for((tmp_path / "bucket" / "step-1" / ".metadata").exists, 20, "the upload")
-        gone_to(stores, [3])
+        wait_until_only(stores, [3])
 
 
 def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed when the checkpoint is marked as gone and not removed: it is no checkpoint any more, and the rest goes."""
+    """An agent is killed after it marked a checkpoint as removed: it counts as removed, and the next agent removes the
+    files.
+    """
     stores = stored(tmp_path, 2, (1, 2))
     with ExitStack() as stack:
         first = stack.enter_context(running_agent(stores[0].root, *QUICK))
@@ -362,36 +376,36 @@ def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delenv(failpoints.ENV)
         meet(first, second)
         for agent in (first, second):
-            tell(agent, Retention(keep_last=1), revision=2)
+            set_policy(agent, Retention(keep_last=1), revision=2)
         assert second.process.wait(20) == -signal.SIGKILL
         assert [name for name, _ in stores[1].catalog.committed()] == ["step-2"]
         left = {path.name for path in (stores[1].root / "step-1").iterdir()}
         assert left == {shard(0), shard(1), ".metadata", gone_name(f"{1:032x}")}
         with running_agent(stores[1].root, *QUICK) as again:
             meet(first, again)
-            gone_to(stores, [2])
-            stays(stores, first, again)
+            wait_until_only(stores, [2])
+            assert_unchanged(stores, first, again)
 
 
-def test_files_of_what_goes_wait_for_the_next_save(tmp_path: Path) -> None:
-    """One checkpoint's shards, and as room in the status; once no policy removes anything, they go, too."""
+def test_files_of_a_removed_checkpoint_are_recycled(tmp_path: Path) -> None:
+    """The files of one removed checkpoint are recycled. Without a policy that removes, the pool is emptied."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     names = {"__0_0.recycled", "__1_0.recycled"}
     with agents(stores) as running:
         for agent in running:
-            tell(agent, Retention(keep_last=1), revision=3)
-        gone_to(stores, [3])
+            set_policy(agent, Retention(keep_last=1), revision=3)
+        wait_until_only(stores, [3])
         for store in stores:
             assert {path.name for path in (store.root / RECYCLED_DIR).iterdir()} == names
         for agent in running:
-            tell(agent, None, revision=4)
+            set_policy(agent, None, revision=4)
         wait_for(lambda: not any(any((store.root / RECYCLED_DIR).iterdir()) for store in stores), 20, "an empty pool")
-        assert [there(store) for store in stores] == [[3], [3]]
+        assert [steps_in(store) for store in stores] == [[3], [3]]
 
 
 @pytest.mark.parametrize("action", ["raise", "kept"])
-def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
-    """Only the save that is meant; open files stay readable; what a crash leaves, the next start removes."""
+def test_a_checkpoint_is_removed_in_one_step(tmp_path: Path, action: str) -> None:
+    """Only the given save is removed, open files stay readable, and the next start completes a removal that crashed."""
     (store,) = stored(tmp_path, 1, ())
     manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=SMALL)
     later = checkpointed([store], 2, {shard(0): (0,)}, size_bytes=SMALL)
@@ -410,11 +424,11 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
             retire(store.root, "step-1", later.save_id)
         assert store.catalog.look("step-1").gone == (later.save_id,)
         unclaimed = UnclaimedFilesReader(store, store.node_id()).find_files()
-        assert unclaimed == (), "a load does not take what is being removed for a checkpoint that may be newer"
+        assert unclaimed == (), "files that are being removed are not unclaimed files"
         store.tidy(is_alone=True)
     else:
         assert retire(store.root, "step-1", later.save_id)
-    assert there(store) == []
+    assert steps_in(store) == []
     assert not list((store.root / "step-1").glob("*"))
     with file:
         assert len(file.read()) == later.shards[name].size_bytes

@@ -1,4 +1,4 @@
-"""The scrub goes on: on a full disk, after a defect, and past the checkpoint at which it broke off."""
+"""The scrub goes on: on a full disk, after a defect, and past a checkpoint that it cannot read."""
 
 import errno
 import os
@@ -20,7 +20,9 @@ IDS = ["step-1", "step-2", "step-3"]
 
 
 class Reading:
-    """A scrub of three checkpoints; `read` are those it has read, and it fails at `bad`."""
+    """A scrub of three checkpoints, which fails at the first one with `bad`. `read` lists the checkpoints that it has
+    read.
+    """
 
     def __init__(self, root: Path, bad: Exception | None = None) -> None:
         store, self.stopping = LocalStore(root), threading.Event()
@@ -40,7 +42,7 @@ class Reading:
 
 
 def test_a_full_disk_ends_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The position cannot be kept: every checkpoint is read all the same."""
+    """The position cannot be written: every checkpoint is read all the same."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -51,8 +53,8 @@ def test_a_full_disk_ends_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert reading.read == IDS
 
 
-def test_a_pass_that_breaks_off_is_over_and_the_next_one_reads_the_others_first(tmp_path: Path) -> None:
-    """What breaks it off each time keeps no other checkpoint from being read."""
+def test_a_failed_pass_does_not_keep_others_from_being_read(tmp_path: Path) -> None:
+    """One checkpoint fails in each pass: the other checkpoints are read all the same."""
     reading = Reading(tmp_path / "root", OSError(errno.EIO, os.strerror(errno.EIO)))
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
@@ -62,7 +64,7 @@ def test_a_pass_that_breaks_off_is_over_and_the_next_one_reads_the_others_first(
 
 
 class _Meanwhile(Pace):
-    """Does something before the last piece of all that is read."""
+    """Calls `act` before the last bytes are read."""
 
     def __init__(self, stopping: threading.Event, size_bytes: int, act: Callable[[], None]) -> None:
         super().__init__(1e12, stopping)
@@ -75,8 +77,8 @@ class _Meanwhile(Pace):
 
 
 @pytest.mark.parametrize("is_known_before", [False, True])
-def test_what_is_found_bad_while_a_checkpoint_is_read_stays_known(tmp_path: Path, *, is_known_before: bool) -> None:
-    """A shard that the scrub has read is damaged, and a load finds that, while the scrub reads the others for hours."""
+def test_a_mark_set_during_a_pass_stays(tmp_path: Path, *, is_known_before: bool) -> None:
+    """A load finds a shard damaged that the running pass has read before: the mark stays until the next pass."""
     store, stopping = LocalStore(tmp_path / "root"), threading.Event()
     manifest = checkpointed([store], 1, {shard(0): (0,), shard(1): (0,)}, copies=1, size_bytes=3000)
     book, place = DamageBook(store), ("step-1", manifest.save_id, shard(0))
@@ -87,15 +89,15 @@ def test_what_is_found_bad_while_a_checkpoint_is_read_stays_known(tmp_path: Path
     assert scrubber.scrub().findings == 0
     assert book.is_known(*place)
     Scrubber(store, store.node_id(), Pace(1e12, stopping), stopping, 1.0, lambda _: None, book).scrub()
-    assert not book.is_known(*place), "the next pass has read it, and it is intact"
+    assert not book.is_known(*place), "the next pass has read the intact shard"
 
 
 def test_a_defect_ends_no_scrub(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its thread says so, and begins again."""
+    """The thread logs the error and begins again."""
     reading = Reading(tmp_path / "root", LookupError("a defect"))
     reading.scrubber.start()
     try:
-        wait_for(lambda: IDS[2] in reading.read, 20, "the others being read")
+        wait_for(lambda: IDS[2] in reading.read, 20, "the other checkpoints")
         reading.bad = None
         wait_for(lambda: reading.scrubber.done.passes, 20, "a whole pass")
     finally:

@@ -1,4 +1,6 @@
-"""Agents drop the optimizer of older checkpoints: each its part, by its own ranks' policy; the weights stay protected."""
+"""Agents drop the optimizer of older checkpoints, each on its own node by its own ranks' policy. The weights keep their
+copies.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import slim
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import WEIGHTS, checkpointed, findings, held, quarantined, shard, with_optimizer
-from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, meet, stays, tell
+from tests.agent.repair.test_retention import PAIR, QUICK, SMALL, agents, assert_unchanged, meet, set_policy
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 WHOLE = with_optimizer(PAIR)
@@ -26,18 +28,19 @@ def stored(folder: Path, numbers: Sequence[int]) -> list[LocalStore]:
 
 
 def full(store: LocalStore) -> list[int]:
-    """The steps that have an optimizer here."""
+    """The steps whose optimizer this store holds."""
     return sorted(
         int(path.parent.name.removeprefix("step-")) for path in store.root.glob(f"step-*/{shard(0, Part.OPTIMIZER)}")
     )
 
 
 def are_full(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
+    """Waits until the stores hold the optimizer of these steps only."""
     wait_for(lambda: all(full(store) == list(numbers) for store in stores), 20, f"{numbers} full")
 
 
 def check_weights(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
-    """Both nodes have all of the weights, intact, and the same small manifest."""
+    """Asserts that both nodes hold all weights intact, and the same slimmed manifest."""
     for number in numbers:
         for store in stores:
             assert held(store, f"step-{number}") == set(PAIR)
@@ -49,13 +52,13 @@ def check_weights(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
 
 
 def test_each_agent_slims_its_part(tmp_path: Path) -> None:
-    """The newest two stay full. No agent copies what was dropped, and a blank node gets the weights."""
+    """The newest two stay full. No agent restores an optimizer that was dropped."""
     stores = stored(tmp_path, range(1, 5))
     with agents(stores) as running:
         for agent in running:
-            tell(agent, POLICY, revision=4)
+            set_policy(agent, POLICY, revision=4)
         are_full(stores, [3, 4])
-        stays(stores, *running)
+        assert_unchanged(stores, *running)
         are_full(stores, [3, 4])
         with running[0].client() as client:
             wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
@@ -66,15 +69,17 @@ def test_each_agent_slims_its_part(tmp_path: Path) -> None:
     assert "it keeps only its weights: its sequence is below 3, the lowest of the newest 2 full checkpoints" in log
 
 
-def test_a_node_slims_only_by_its_own_word(tmp_path: Path) -> None:
-    """While one node has the optimizer still, neither copies of it are made nor missed; a lost file of the weights is."""
+def test_a_node_slims_only_by_its_own_ranks_policy(tmp_path: Path) -> None:
+    """One node still has the optimizer, the other has dropped it: the optimizer is not copied, and lost weights are
+    restored.
+    """
     stores = stored(tmp_path, range(1, 4))
     manifest = stores[0].catalog.manifest("step-1")
     assert slim(stores[0].root, "step-1", manifest.save_id)
     with agents(stores) as running:
-        tell(running[0], Retention(keep_last=3, full_last=1), revision=3)
-        are_full(stores[:1], [2, 3])  # the other node's ranks have another policy: none
-        stays(stores, *running)
+        set_policy(running[0], Retention(keep_last=3, full_last=1), revision=3)
+        are_full(stores[:1], [2, 3])  # the other node's ranks have no policy
+        assert_unchanged(stores, *running)
         assert full(stores[1]) == [1, 2, 3]
         for store in stores:
             (store.root / "step-1" / shard(0)).unlink()
@@ -84,13 +89,13 @@ def test_a_node_slims_only_by_its_own_word(tmp_path: Path) -> None:
             client.call("POST", "/v1/verify", {})
         wait_for(lambda: (stores[0].root / "step-1" / ".metadata").read_bytes() == WEIGHTS, 20, "the metadata again")
         meet(*running)
-        tell(running[1], Retention(keep_last=3, full_last=1), revision=3)
+        set_policy(running[1], Retention(keep_last=3, full_last=1), revision=3)
         are_full(stores, [3])
     check_weights(stores, [1, 2])
 
 
 def test_a_blank_node_gets_the_weights(tmp_path: Path) -> None:
-    """From a node that has dropped the optimizer: nothing is short."""
+    """A node with an empty disk gets the weights from a slimmed node, and nothing is missing."""
     stores = stored(tmp_path, [1])
     manifest = stores[0].catalog.manifest("step-1")
     assert slim(stores[0].root, "step-1", manifest.save_id)

@@ -1,4 +1,4 @@
-"""A node that is asked to fetch from another one that it has never met says that, and how they are introduced."""
+"""A node must fetch from another node that it has never met: the error says so, and how nodes are introduced."""
 
 import threading
 from pathlib import Path
@@ -18,7 +18,7 @@ KINDS = ["copy", "take over"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_source_that_was_never_introduced_is_named(tmp_path: Path, kind: str) -> None:
-    """The plan of `repair` comes from a node that knows both; this one has no address to fetch from."""
+    """The plan of `repair` names a source whose address is not in this node's book."""
     nodes = stores(tmp_path, 2)
     on = [0, 1] if kind == "copy" else [0]
     manifest = checkpointed(nodes, 1, {shard(0): (0,)}, copies=2, on=on)

@@ -1,4 +1,6 @@
-"""Checkpoints that stock torch scattered, by the agents and the command line: listed, read, checked, left as they are."""
+"""Checkpoints of torch's own writer on several nodes: agents and commands list, load and check them, and change
+nothing.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -38,51 +40,51 @@ pytestmark = [
 ]
 
 
-class Told(NamedTuple):
-    """What a command has said."""
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
 
     code: int
     out: str
 
 
-Tell = Callable[..., Told]
+RunCommand = Callable[..., CommandResult]
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
-    """Runs a verb on a root in this process; agents serve the roots already."""
+def run(capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """Runs a command on a root in this process. The agents run already."""
 
-    def tell(verb: str, store: LocalStore, *options: str) -> Told:
+    def run(verb: str, store: LocalStore, *options: str) -> CommandResult:
         capsys.readouterr()
         code = main([verb, "--root", str(store.root), *options])
         out, err = capsys.readouterr()
         assert "replicated-ckpt" not in err, err
-        return Told(code, out)
+        return CommandResult(code, out)
 
-    return tell
+    return run
 
 
-def test_repair_leaves_a_stock_checkpoint_as_it_is(tmp_path: Path, tell: Tell) -> None:
-    """ls and verify show it; repair names it and the way to copies, and changes no file on any node."""
+def test_repair_leaves_a_stock_checkpoint_as_it_is(tmp_path: Path, run: RunCommand) -> None:
+    """`ls` and `verify` list it. `repair` says how to get copies, and changes no file on any node."""
     nodes = stores(tmp_path, 3)
     scattered(nodes, tmp_path)
     with agents(nodes):
-        assert "stock, unprotected" in tell("ls", nodes[2]).out
+        assert "stock, unprotected" in run("ls", nodes[2]).out
         before = [tree(store.root) for store in nodes]
-        code, out = tell("verify", nodes[1], "-o", "json")
+        code, out = run("verify", nodes[1], "-o", "json")
         (stock,) = json.loads(out)["unmanaged"]
         assert (code, stock["checkpoint_id"], stock["is_sound"], stock["items_without_crc32"]) == (0, ID, True, 0)
         assert stock["bytes_read"] > 4 * 8 * 40_000
-        done = tell("repair", nodes[0])
+        done = run("repair", nodes[0])
         assert (done.code, f"not repaired: {ID}: stock torch wrote it" in done.out) == (ExitCode.OK, True)
-        named = tell("repair", nodes[0], ID)
+        named = run("repair", nodes[0], ID)
         assert (named.code, "save it under a new id" in named.out) == (ExitCode.FAILED, True)
         assert [tree(store.root) for store in nodes] == before
         assert [loads(store) for store in nodes] == [True] * 3
 
 
-def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell: Tell) -> None:
-    """A damaged item, contradicting metadata, and none at all are named, and nothing changes."""
+def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, run: RunCommand) -> None:
+    """`verify` reports a damaged item, contradicting metadata and missing metadata, and changes nothing."""
     nodes = stores(tmp_path, 2)
     scattered(nodes, tmp_path)
     scattered(nodes, tmp_path, checkpoint_id="contradicting")
@@ -93,7 +95,7 @@ def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell
     (nodes[0].root / "without-metadata" / ".metadata").unlink()
     with agents(nodes):
         before = [tree(store.root) for store in nodes]
-        code, out = tell("verify", nodes[0], "-o", "json")
+        code, out = run("verify", nodes[0], "-o", "json")
         problems = {stock["checkpoint_id"]: stock for stock in json.loads(out)["unmanaged"]}
         assert code == ExitCode.FAILED
         assert [finding["path"] for finding in problems[ID]["findings"]] == [str(damaged)]
@@ -103,7 +105,7 @@ def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell
 
 
 def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path) -> None:
-    """Once a save has the name, nothing under it is listed as stock, and no file of it goes out as such."""
+    """Once a save has the id, no file under it is listed or served as stock."""
     (store,) = stores(tmp_path, 1)
     contents = scattered([store], tmp_path)
     with running_agent(store.root) as agent, agent.client() as client:
@@ -121,7 +123,7 @@ def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningAgent, LocalStore]]:
-    """An agent whose root has a checkpoint of stock torch, and things that are none of its business."""
+    """An agent whose root has a stock checkpoint, and links and files that it must not serve."""
     folder = tmp_path_factory.mktemp("serving")
     store = LocalStore(folder / "node0")
     scattered([store], folder)
@@ -137,7 +139,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningA
 
 
 def test_an_agent_serves_the_files_of_a_stock_checkpoint(serving: tuple[RunningAgent, LocalStore]) -> None:
-    """Its listing and its bytes are what lies there."""
+    """Its list and its bytes match the files."""
     agent, store = serving
     with agent.client() as client:
         (found,) = client.call("GET", f"/v1/unmanaged?checkpoint_id={ID}")["unmanaged"]
@@ -168,7 +170,7 @@ def test_an_agent_serves_the_files_of_a_stock_checkpoint(serving: tuple[RunningA
 def test_an_agent_serves_nothing_else(
     serving: tuple[RunningAgent, LocalStore], checkpoint_id: str, name: str, size_bytes: int
 ) -> None:
-    """Other names, links, directories, other sizes and whatever lies outside the root are refused."""
+    """Other names and sizes, links, directories and paths outside the root are refused."""
     agent, _ = serving
     with agent.client() as client, pytest.raises((ObjectMissing, ConfigInvalid, ReplicatedCkptError)):
         client.fetch("GET", unmanaged_path(checkpoint_id, name, size_bytes))
@@ -187,8 +189,8 @@ ITEMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("document", ITEMS.values(), ids=ITEMS)
-def test_items_that_are_none_are_not_checked(serving: tuple[RunningAgent, LocalStore], document: object) -> None:
-    """A request to check shards names places in shards, or it is refused."""
+def test_invalid_items_are_refused(serving: tuple[RunningAgent, LocalStore], document: object) -> None:
+    """A request with invalid items is refused."""
     agent, _ = serving
     body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
     with agent.peer() as client, pytest.raises(PeerProtocolError, match="cannot be checked"):
@@ -196,7 +198,7 @@ def test_items_that_are_none_are_not_checked(serving: tuple[RunningAgent, LocalS
 
 
 def test_no_large_body_is_kept_in_memory(serving: tuple[RunningAgent, LocalStore]) -> None:
-    """However large a request to check shards is: what comes beyond the places of many items is not kept."""
+    """A request above the size limit is not read into memory."""
     agent, _ = serving
     before = peak_kib(agent)
     for _ in range(3):
@@ -205,8 +207,8 @@ def test_no_large_body_is_kept_in_memory(serving: tuple[RunningAgent, LocalStore
     assert peak_kib(agent) - before < 100 << 10
 
 
-def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None:
-    """Without the token neither listing nor files."""
+def test_without_the_token_nothing_is_served(serving: tuple[RunningAgent, LocalStore]) -> None:
+    """Without the token, neither the list nor a file is served."""
     agent, _ = serving
     known = agent.endpoint.address()
     with AgentClient(AgentAddress(known.node_id, known.host, known.port, "wrong")) as client:

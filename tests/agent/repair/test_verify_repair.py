@@ -1,4 +1,4 @@
-"""`verify` finds everything and changes nothing; `repair` plans, and mends exactly what it planned."""
+"""`verify` finds every damage and changes nothing. `repair` prints a plan, and carries out exactly that plan."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def as_json(verb: str, root: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Everything under a root but the agent's own files."""
+    """All files under a root except the agent's own."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -42,8 +42,8 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_an_intact_store_is_said_to_be_intact(tmp_path: Path) -> None:
-    """Exit code 0, no finding, and every byte of both nodes was read."""
+def test_an_intact_store_is_reported_as_intact(tmp_path: Path) -> None:
+    """The exit code is 0, there is no finding, and every byte of both nodes was read."""
     nodes = stores(tmp_path, 2)
     manifest = checkpointed(nodes, 1, PAIR)
     with agents(nodes):
@@ -54,7 +54,7 @@ def test_an_intact_store_is_said_to_be_intact(tmp_path: Path) -> None:
 
 
 def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None:
-    """Node, path, what was expected and what was found, on every node; not a byte and no time stamp is different after."""
+    """Each finding has node, path, expected and found value, for all nodes. No file changes."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     checkpointed(nodes, 2, PAIR, checkpoint_id="run/step-2")
@@ -62,7 +62,7 @@ def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None
     (nodes[0].root / "run/step-2" / ".metadata").unlink()
     (nodes[1].root / "run/step-2" / shard(1)).write_bytes(b"")
     (nodes[1].root / "step-1" / ".manifest.json").write_text("{}")
-    with running_agent(nodes[1].root, "--lost-after-s", "600") as other:  # it has met nobody that could help
+    with running_agent(nodes[1].root, "--lost-after-s", "600") as other:  # without a peer that could restore files
         introduced(nodes[0], [other.endpoint.address()])
         before = [tree(store.root) for store in nodes]
         done = command("verify", nodes[0].root)
@@ -81,8 +81,10 @@ def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None
         assert any(path in line and node in line and "expected" in line for line in done.stdout.splitlines())
 
 
-def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
-    """A slip in the id after --lost is named and ends with 2; nothing is carried out. A manifest's node is none."""
+def test_an_unknown_lost_node_is_a_usage_error(tmp_path: Path) -> None:
+    """An unknown id after --lost is a usage error, and nothing is carried out. A node that only a manifest names is
+    accepted.
+    """
     node, gone = stores(tmp_path, 2)
     checkpointed([node, gone], 1, PAIR)
     before = tree(node.root)
@@ -96,7 +98,9 @@ def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
 
 
 def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
-    """The plan is printed and nothing touched; then it is carried out, nothing is left to do, the bad files are kept."""
+    """`--dry-run` prints the plan and changes nothing. `repair` carries it out, and keeps the damaged files in the
+    quarantine.
+    """
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     flip(nodes[0].root / "step-1" / shard(0), 1000)
@@ -120,14 +124,18 @@ def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
     assert [quarantined(store) for store in nodes] == [[shard(0)], [".metadata"]]
 
 
-def test_the_last_copy_is_never_taken_away(tmp_path: Path) -> None:
-    """A shard whose only copies are bad is lost, which has an exit code of its own; what is left of it stays in place."""
+def test_a_damaged_last_copy_stays_in_place(tmp_path: Path) -> None:
+    """A damaged last copy stays in place. A shard without any other copy is reported as lost, with an exit code of its
+    own.
+    """
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     for store in nodes:
         flip(store.root / "step-1" / shard(0), 1000)
     with agents(nodes):
-        assert command("verify", nodes[0].root).returncode == ExitCode.FAILED  # two damaged ones may be whole together
+        assert (
+            command("verify", nodes[0].root).returncode == ExitCode.FAILED
+        )  # two damaged copies may complete each other
         done = command("repair", nodes[0].root)
         assert done.returncode == ExitCode.FAILED
         assert "no intact bytes" in done.stdout
@@ -140,8 +148,8 @@ def test_the_last_copy_is_never_taken_away(tmp_path: Path) -> None:
     assert f"lost: step-1/{shard(0)}" in done.stdout
 
 
-def test_a_node_that_is_not_reached_is_neither_lost_nor_intact(tmp_path: Path) -> None:
-    """Its copies are not made anew until somebody says that it is gone: then `repair --lost` makes them."""
+def test_an_unreachable_node_is_neither_lost_nor_intact(tmp_path: Path) -> None:
+    """The copies of an unreachable node are made again only after `repair --lost`."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     with agents(nodes, "--lost-after-s", "600") as running:
@@ -157,22 +165,22 @@ def test_a_node_that_is_not_reached_is_neither_lost_nor_intact(tmp_path: Path) -
     assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    """No such root and no such checkpoint have an exit code of their own."""
+def test_a_missing_root_or_checkpoint_is_not_found(tmp_path: Path) -> None:
+    """A missing root and a missing checkpoint have an exit code of their own."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     assert command("verify", tmp_path / "nowhere").returncode == ExitCode.NOT_FOUND
     for verb in ("repair", "verify"):
         assert command(verb, store.root, "step-9").returncode == ExitCode.NOT_FOUND
-        assert command(verb, store.root, "latest").returncode == ExitCode.OK, "it is step-1"
+        assert command(verb, store.root, "latest").returncode == ExitCode.OK, "latest is step-1"
     assert command("verify", store.root, "step-1").returncode == ExitCode.OK
-    assert not (store.root / ".agent" / "endpoint.json").exists(), "neither starts an agent where nothing is to do"
+    assert not (store.root / ".agent" / "endpoint.json").exists(), "neither command starts an agent without work"
     introduced(store, [AgentAddress("gone", "127.0.0.1", 1, "token")])
-    assert command("repair", store.root, "step-9").returncode == ExitCode.UNREACHABLE, "the other node may have it"
+    assert command("repair", store.root, "step-9").returncode == ExitCode.UNREACHABLE, "the other node may have step-9"
 
 
-def test_the_agents_hear_only_what_they_can_use(tmp_path: Path) -> None:
-    """A plan, a suspect or a greeting with nonsense in it is refused and changes nothing."""
+def test_agents_refuse_invalid_requests(tmp_path: Path) -> None:
+    """An invalid plan, suspect or greeting is refused, and changes nothing."""
     nodes = stores(tmp_path, 1)
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     with running_agent(nodes[0].root) as agent:
@@ -204,8 +212,8 @@ def test_the_agents_hear_only_what_they_can_use(tmp_path: Path) -> None:
         assert tree(nodes[0].root) == before
 
 
-def test_damaged_copies_that_complete_each_other_are_to_be_repaired_first(tmp_path: Path) -> None:
-    """Each block lies intact on one of the nodes: nothing is to be given up, and the command named makes it whole."""
+def test_verify_advises_to_combine_damaged_copies(tmp_path: Path) -> None:
+    """Each block is intact on one of the nodes: `verify` prints the `repair` command that combines them."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR, size_bytes=3 * BLOCK_BYTES)
     for block, node in enumerate(nodes):

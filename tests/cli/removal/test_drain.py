@@ -1,4 +1,4 @@
-"""`drain` makes copies elsewhere first, and says that a node may be taken down only when it may."""
+"""`drain` copies shards to other nodes first, and says that a node may be taken down only when that is true."""
 
 import shutil
 import signal
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 PATIENT = ("--lost-after-s", "600")
 
 
-def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
-    """A dry run changes nothing; then the others have two copies of each shard, also of one that it alone held."""
+def test_a_drained_node_can_be_lost(tmp_path: Path) -> None:
+    """A dry run changes nothing. After `drain`, the other nodes hold every shard, also one that only this node held."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     checkpointed(nodes, 2, {shard(0): (2,)}, checkpoint_id="alone", copies=1)
@@ -52,7 +52,7 @@ def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
 
 
 def test_of_two_nodes_that_are_drained_neither_counts_on_the_other(tmp_path: Path) -> None:
-    """One after the other while both are up: the only copy of a checkpoint goes on to the node that stays."""
+    """Two nodes are drained one after the other: the last copy moves to the node that stays."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     with agents(nodes, *PATIENT):
@@ -68,7 +68,7 @@ def test_of_two_nodes_that_are_drained_neither_counts_on_the_other(tmp_path: Pat
 
 
 def test_a_drained_node_counts_again_once_it_is_used_again(tmp_path: Path) -> None:
-    """Of two nodes the second one must stay; not any more once the first one's agent has ended, or a save was opened."""
+    """After one of two nodes is drained, the other must stay, until the agent of the first has ended or opened a save."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
 
@@ -88,10 +88,10 @@ def test_a_drained_node_counts_again_once_it_is_used_again(tmp_path: Path) -> No
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
-def test_an_agent_that_is_started_again_meanwhile_says_so_too(
+def test_an_agent_that_restarts_during_a_drain_stays_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It counted for the next drain, and both nodes were said to be no more needed: with them each copy was gone."""
+    """The agent restarts during the drain: it still counts as drained, so the other node must stay."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     with agents(nodes, *PATIENT) as running, ExitStack() as stack:
@@ -115,7 +115,9 @@ def test_an_agent_that_is_started_again_meanwhile_says_so_too(
 def test_a_node_that_was_not_read_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its agent dies while it reads, and the next one answers before copies are counted: its only other copy is bad."""
+    """The other agent dies during the check and restarts before copies are counted: its copies, one of them damaged, do
+    not count.
+    """
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     flip(nodes[1].root / "step-1" / shard(0))
@@ -130,16 +132,16 @@ def test_a_node_that_was_not_read_does_not_count(
 
         monkeypatch.setattr(drain, "read_all", break_off)
         assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.FAILED
-        said = " ".join(capsys.readouterr().out.split())
-        assert "not counted, as it stopped answering: host1" in said
-        assert "must stay up" in said
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "not counted, as it stopped answering: host1" in printed
+        assert "must stay up" in printed
         monkeypatch.undo()
         assert command("drain", "--root", nodes[0].root).returncode == ExitCode.OK, "the same command again"
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
-def test_what_is_never_copied_is_named(tmp_path: Path) -> None:
-    """A user's files next to the shards, and the memory tier, are gone with the node, and no plan is about them."""
+def test_files_that_are_never_copied_are_named(tmp_path: Path) -> None:
+    """A user's files beside the shards, and the memory tier, are not copied: the output lists them."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     (nodes[0].root / "step-1" / "tokenizer.json").write_text("{}")
@@ -149,15 +151,15 @@ def test_what_is_never_copied_is_named(tmp_path: Path) -> None:
     with agents(nodes, *PATIENT), found_tier:
         seen = look_at_nodes(nodes[0])
         drained = _Drained(seen, _plan(seen), 0, {}, [], _list_others(nodes[0]))
-        said = "\n".join(drained.describe(nodes[0]))
+        printed = "\n".join(drained.describe(nodes[0]))
         code, found = as_json("drain", "--root", nodes[0].root)
     assert (code, found["may_be_taken_down"], found["not_copied"]) == (ExitCode.OK, True, ["step-1/tokenizer.json"])
-    assert "not copied, as it is not part of a checkpoint: step-1/tokenizer.json. Copy what you need by hand" in said
-    assert f"`replicated-ckpt drain --root {tier.root}`" in said
+    assert "not copied, as it is not part of a checkpoint: step-1/tokenizer.json. Copy what you need by hand" in printed
+    assert f"`replicated-ckpt drain --root {tier.root}`" in printed
 
 
-def test_a_copy_that_is_bad_unseen_does_not_count(tmp_path: Path) -> None:
-    """A bit of the only other copy is flipped, and nothing has read it yet: it is made anew before the node may go."""
+def test_an_undetected_damaged_copy_does_not_count(tmp_path: Path) -> None:
+    """The only other copy has a flipped bit that nothing has read yet: `drain` finds and restores it."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     flip(nodes[1].root / "step-1" / shard(0))
@@ -167,8 +169,8 @@ def test_a_copy_that_is_bad_unseen_does_not_count(tmp_path: Path) -> None:
         assert held(nodes[1]) == {shard(0)}
 
 
-def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
-    """The only other node does not answer: nothing counts as elsewhere, and the next step names that node."""
+def test_a_node_stays_while_the_others_are_silent(tmp_path: Path) -> None:
+    """The only other node does not answer: the node must stay, and the next step names the other."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     with agents(nodes, *PATIENT):
@@ -182,8 +184,8 @@ def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
     assert "next step: start an agent on host1" in done.stdout
 
 
-def test_a_node_that_is_alone_is_told_so(tmp_path: Path) -> None:
-    """There is no other node, which is no lack of room; the next step is to have one."""
+def test_a_single_node_cannot_be_drained(tmp_path: Path) -> None:
+    """There is no other node: the output says that, and not that room is missing."""
     nodes = stores(tmp_path, 1)
     checkpointed(nodes, 1, {shard(0): (0,)})
     with agents(nodes, *PATIENT):
@@ -194,8 +196,8 @@ def test_a_node_that_is_alone_is_told_so(tmp_path: Path) -> None:
     assert "next step: run a job with ranks on another node" in done.stdout
 
 
-def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) -> None:
-    """Nobody copies it any more, so it is named, and the node stays up until its own user has removed it, too."""
+def test_a_node_stays_for_a_checkpoint_that_another_node_removed(tmp_path: Path) -> None:
+    """Another node removed the checkpoint, so it gets no copies: the node must stay until its own user removes it, too."""
     nodes = stores(tmp_path, 3)
     for number in (1, 2):
         checkpointed(nodes, number, {shard(0): (0, 1)}, checkpoint_id=f"step-{number}", on=(0, 1))
@@ -203,16 +205,16 @@ def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) 
         assert "still on host1" in command("rm", "step-1", "--root", nodes[0].root).stdout
         done = command("drain", "--root", nodes[1].root)
         assert done.returncode == ExitCode.FAILED, done.stdout
-        said = "step-1 was removed on host0, so it gets no copies; `rm` it here, too, or copy it by hand first"
-        assert f"not drained: {said}" in done.stdout
+        reason = "step-1 was removed on host0, so it gets no copies; `rm` it here, too, or copy it by hand first"
+        assert f"not drained: {reason}" in done.stdout
         assert "must stay up" in done.stdout
-        assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [said]
+        assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [reason]
         command("rm", "step-1", "--root", nodes[1].root)
         assert command("drain", "--root", nodes[1].root).returncode == ExitCode.OK
 
 
-def test_a_save_that_is_under_way_keeps_it_up(tmp_path: Path) -> None:
-    """Its part on this node is nowhere else yet, whether a rank writes it or an agent that was given it."""
+def test_a_node_stays_for_an_open_save(tmp_path: Path) -> None:
+    """The shard of an open save lies only on this node: the node must stay."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)}, copies=1)
     nodes[0].begin(Intent(f"{2:032x}", "step-2", "session", overwrite=False))

@@ -1,4 +1,4 @@
-"""`forget` takes a node out of the address book, not without saying what is lost with it."""
+"""`forget` removes a node from the address book, and first says what would be lost with it."""
 
 import shutil
 import signal
@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 PATIENT = ("--lost-after-s", "600")
 
 
-def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
-    """One that answers is refused; the other's copies are made anew once it is forgotten, and nothing asks for it."""
+def test_a_forgotten_node_is_replaced(tmp_path: Path) -> None:
+    """A node that answers is not forgotten. The copies of a forgotten node are made again, and no output mentions it."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     with agents(nodes, *PATIENT) as running:
@@ -48,7 +48,7 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
             assert "host2" not in command("ls", "--root", store.root).stdout
         wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
-        for name in (gone, "host2"):  # once more: the first one's answer may have been lost
+        for name in (gone, "host2"):  # again, as the first answer may have been lost
             done = command("forget", name, "--root", nodes[0].root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
             assert f"forgotten: this node no longer waits for host2 (node {gone})" in done.stdout
@@ -57,7 +57,7 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_node_that_got_a_copy_later_may_have_the_only_one(tmp_path: Path) -> None:
-    """The manifest does not name it, as the copy was made for a node that is lost: it may hold what no other one has."""
+    """The manifest does not name a node that got its copy later: that node may still hold the last copy."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, {shard(0): (0, 2)})
     shutil.copy(nodes[0].root / "step-1" / shard(0), nodes[1].root / "step-1" / shard(0))
@@ -74,12 +74,12 @@ def test_a_node_that_got_a_copy_later_may_have_the_only_one(tmp_path: Path) -> N
         (short,) = (line for line in done.stdout.splitlines() if "1 of 2 copies; bring back" in line)
         assert f"node {nodes[1].node_id()} (host1)" in short
     with agents(nodes[:2], *PATIENT):
-        wait_for(lambda: held(nodes[0]) == {shard(0)}, 30, "a copy of what that node has")
+        wait_for(lambda: held(nodes[0]) == {shard(0)}, 30, "a copy from that node")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
-def test_a_host_that_several_nodes_share_names_none(tmp_path: Path) -> None:
-    """It is said to be ambiguous, not unknown, though one of them is this node itself."""
+def test_a_host_with_several_nodes_is_ambiguous(tmp_path: Path) -> None:
+    """A host with several nodes is ambiguous, also if one of them is this node."""
     nodes = stores(tmp_path, 2)
     ids = [store.node_id() for store in nodes]
     manifest = checkpointed(nodes, 1, {shard(0): (0, 1)})
@@ -91,8 +91,8 @@ def test_a_host_that_several_nodes_share_names_none(tmp_path: Path) -> None:
     assert find_node(seen, f"vm/{ids[1]}") == ids[1]
 
 
-def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
-    """A shard that it alone may hold is named, and nothing is changed without --force."""
+def test_a_node_that_may_hold_the_last_copy_is_not_forgotten(tmp_path: Path) -> None:
+    """A shard that only this node may hold is listed, and nothing changes without --force."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1), shard(1): (1,)}, copies=1)
     with agents(nodes, *PATIENT):
@@ -110,8 +110,8 @@ def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
     assert PeerBook(nodes[0].root / ".agent").read_all() == ()
 
 
-def test_a_copy_that_is_known_to_be_bad_is_none_without_an_agent_either(tmp_path: Path) -> None:
-    """What the last agent here has noted counts while none runs: `ls` and `show` say so, and the other copy stays."""
+def test_a_damage_mark_counts_without_an_agent(tmp_path: Path) -> None:
+    """A damage mark of the last agent counts while no agent runs: `ls`, `show` and `forget` do not count the copy."""
     nodes = stores(tmp_path, 2)
     manifest = checkpointed(nodes, 1, {shard(0): (0, 1)})
     with agents(nodes, *PATIENT):
@@ -128,8 +128,8 @@ def test_a_copy_that_is_known_to_be_bad_is_none_without_an_agent_either(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_has_no_manifest_may_be_lost_with_it(tmp_path: Path) -> None:
-    """The one good manifest may lie on the silent node, and so may shards of stock torch's: both are named."""
+def test_files_without_a_manifest_may_be_lost(tmp_path: Path) -> None:
+    """The last intact manifest, and shards of a stock checkpoint, may lie on the silent node: both are listed."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     contents = scattered(nodes, tmp_path)

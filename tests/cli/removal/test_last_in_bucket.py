@@ -1,4 +1,4 @@
-"""`rm` takes a checkpoint from the bucket with its last copy on a node, also where it runs on several nodes at once."""
+"""`rm` removes a checkpoint from the bucket with its last copy on a node, also if it runs on several nodes at once."""
 
 import shutil
 import signal
@@ -45,16 +45,16 @@ def gone_from_bucket(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return gone
 
 
-def test_one_command_with_the_key_takes_it_from_all_nodes_and_the_bucket(
+def test_one_command_with_the_key_removes_from_all_nodes_and_the_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone_from_bucket: list[Any]
 ) -> None:
-    """No copy is left on a node, so the bucket's goes, too. If a node refuses, the bucket keeps it."""
+    """Once no node holds a copy, the bucket's copy is removed. If a node refuses, it stays."""
     nodes, key = uploaded(tmp_path), tmp_path / "key"
     key.write_text("k" * 64)
     key.chmod(0o600)
     monkeypatch.setenv("REPLICATED_CKPT_OWNER_KEY", str(key))
     with agents(nodes):
-        key.write_text("x" * 64)  # the agents read theirs when they started
+        key.write_text("x" * 64)  # agents read their key when they start
         assert (remove(nodes[0]), gone_from_bucket) == (ExitCode.FAILED, [])
         key.write_text("k" * 64)
         assert (remove(nodes[0]), set(gone_from_bucket)) == (ExitCode.OK, {(URL, "step-1")})
@@ -65,10 +65,10 @@ def remove(store: LocalStore) -> int:
     return main(["rm", "step-1", "--root", str(store.root)])
 
 
-def test_run_on_all_nodes_at_once_it_goes_from_the_bucket(
+def test_rm_on_all_nodes_at_once_removes_from_the_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone_from_bucket: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each command looks before the other one removes: each left it there for the other, which was not to be run again."""
+    """Two commands both look before either removes: the last one to finish removes the copy in the bucket."""
     nodes, codes = uploaded(tmp_path), []
     carry_out = Remover.carry_out
 
@@ -80,23 +80,25 @@ def test_run_on_all_nodes_at_once_it_goes_from_the_bucket(
     monkeypatch.setattr(Remover, "carry_out", carried_out_late)
     with agents(nodes):
         codes.append(remove(nodes[0]))
-    said = capsys.readouterr().out
-    assert f"not removed from {URL}: step-1" in said, "of the first one, while the other node had it"
+    printed = capsys.readouterr().out
+    assert f"not removed from {URL}: step-1" in printed, "printed by the first command, while the other node had a copy"
     assert codes == [ExitCode.FAILED, ExitCode.OK]
     assert gone_from_bucket == [(URL, "step-1")]
-    assert said.endswith(f"removed from {URL}: step-1\n"), "of the last one"
+    assert printed.endswith(f"removed from {URL}: step-1\n"), "printed by the last command"
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_what_a_half_upload_has_brought_goes_with_the_last_copy(
+def test_a_partial_upload_is_removed_with_the_last_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run on all nodes at once: no mark tells of it, and the manifest that names its shards is gone from the nodes."""
+    """`rm` runs on all nodes at once during an upload: the partial upload is removed although its manifest is gone."""
     url, carry_out = f"file://{tmp_path}/bucket", Remover.carry_out
     nodes = stores(tmp_path, 2)
     for number in (1, 2):
         checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", url=url)
-    UploadBook(nodes[0].agent_directory()).learn(ObjectTarget.check_supported(url, {}))  # the other one brings nothing
+    UploadBook(nodes[0].agent_directory()).learn(
+        ObjectTarget.check_supported(url, {})
+    )  # the other node uploads nothing
 
     def carried_out_late(self: Remover, chosen: Sequence[CheckpointSeen]) -> Removed:
         monkeypatch.setattr(Remover, "carry_out", carry_out)
@@ -114,24 +116,24 @@ def test_what_a_half_upload_has_brought_goes_with_the_last_copy(
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_a_node_whose_address_is_lost_keeps_it_in_the_bucket(
+def test_a_node_without_an_address_keeps_the_copy_in_the_bucket(
     tmp_path: Path, gone_from_bucket: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The address book is damaged: the manifest names the other node still, which was not asked, and has it."""
+    """The address book is damaged: a node of the manifest was not asked, so the bucket's copy stays."""
     nodes = uploaded(tmp_path)
     with agents(nodes):
         (nodes[0].root / ".agent" / "peers.json").write_text("[")
         assert remove(nodes[0]) == ExitCode.UNREACHABLE
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     label = f"host1 (node {nodes[1].node_id()})"
-    assert f"{label} was not asked, as this node has no address of it, and may hold step-1" in said
-    assert f"once no node has it the same command with `--object-store {URL}`" in said
+    assert f"{label} was not asked, as this node has no address of it, and may hold step-1" in printed
+    assert f"once no node has it the same command with `--object-store {URL}`" in printed
     assert (gone_from_bucket, (nodes[1].root / "step-1").exists()) == ([], True)
     assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_a_forgotten_node_is_not_waited_for(tmp_path: Path, gone_from_bucket: list[Any]) -> None:
-    """The user has said that it never comes back, though manifests name it."""
+    """A forgotten node does not count, although manifests name it."""
     nodes = uploaded(tmp_path)
     with agents(nodes) as running:
         running[1].signal(signal.SIGKILL)
@@ -145,7 +147,7 @@ def test_a_forgotten_node_is_not_waited_for(tmp_path: Path, gone_from_bucket: li
 
 
 def brought_to_bucket(folder: Path, nodes: Sequence[LocalStore], count: int) -> tuple[str, Path]:
-    """Checkpoints of one run that each node's agent, once it runs, brings to a bucket: its URL, and its directory."""
+    """Checkpoints of one run that the nodes' agents will upload. Returns the URL and directory of the bucket."""
     url = f"file://{folder}/bucket"
     for number in range(1, count + 1):
         holders = {shard(0): tuple(range(len(nodes)))}
@@ -159,10 +161,8 @@ def marks(bucket: Path) -> list[str]:
     return sorted(path.parent.name for path in bucket.rglob(".metadata"))
 
 
-def test_what_is_lost_on_nodes_is_not_the_last_good_one_in_the_bucket(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The bucket alone has it whole: neither `rm` takes it from there, nor does a next step of `ls` or `verify`."""
+def test_the_last_complete_copy_in_the_bucket_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the bucket has the checkpoint complete: `rm` refuses, and `ls` advises `--keep-in-bucket`."""
     nodes = stores(tmp_path, 1)
     url, bucket = brought_to_bucket(tmp_path, nodes, 1)
     root = str(nodes[0].root)
@@ -180,8 +180,8 @@ def test_what_is_lost_on_nodes_is_not_the_last_good_one_in_the_bucket(
     assert main(["verify", "--root", root, "--object-store", url]) == ExitCode.OK
 
 
-def test_a_node_that_is_not_reached_keeps_it_in_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gone from this node it is in the bucket alone, as far as can be seen: no manifest tells which nodes have it."""
+def test_an_unreachable_node_keeps_the_copy_in_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unreachable node may hold a copy, so the bucket's copy stays until that node is forgotten."""
     nodes = stores(tmp_path, 2)
     url, bucket = brought_to_bucket(tmp_path, nodes, 2)
     with agents(nodes) as running:
@@ -200,7 +200,7 @@ def test_a_node_that_is_not_reached_keeps_it_in_the_bucket(tmp_path: Path, capsy
 
 
 def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk is no reason to take from the bucket what the job wants kept there; named, it goes there, too."""
+    """`prune` leaves the bucket to the job's own policy, unless the bucket is named."""
     nodes = stores(tmp_path, 1)
     url, bucket = brought_to_bucket(tmp_path, nodes, 3)
     kept = Policy("", url, 3, Retention(keep_last=3), RUN)
@@ -209,12 +209,12 @@ def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pyte
     with agents(nodes):
         wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the uploads")
         assert main(prune) == ExitCode.OK
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         assert (
             f"left in {url} to the job's policy for it: step-1, step-2; the same command with `--object-store {url}`"
-            in said
+            in printed
         )
-        assert "removed from" not in said
+        assert "removed from" not in printed
         assert marks(bucket) == ["step-1", "step-2", "step-3"]
         assert main([*prune, "--object-store", url]) == ExitCode.OK
     assert marks(bucket) == ["step-3"]
@@ -222,7 +222,9 @@ def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pyte
 
 
 def test_a_node_that_was_away_removes_nothing_newer_from_the_bucket(tmp_path: Path) -> None:
-    """Its ranks wanted one kept; the run has gone on without it, and keeps all: it brings what it owes, and no more."""
+    """A returning node has an older policy of the run: it uploads its own checkpoint, and removes none of the newer
+    ones.
+    """
     away, others = stores(tmp_path, 2)
     url, bucket = brought_to_bucket(tmp_path, [away], 1)
     PolicyBook(away.agent_directory()).learn([Policy("", url, 1, Retention(keep_last=1), RUN)])
@@ -234,14 +236,14 @@ def test_a_node_that_was_away_removes_nothing_newer_from_the_bucket(tmp_path: Pa
     with agents([others]):
         wait_for(lambda: marks(bucket) == ["step-2", "step-3"], 30, "the run's uploads")
     with agents([away]) as running:
-        wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the one that was owed")
-        wait_for(protected(*running), 30, "rest")
+        wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the pending upload")
+        wait_for(protected(*running), 30, "the end of all work")
     assert marks(bucket) == ["step-1", "step-2", "step-3"]
     assert [findings(store) for store in (away, others)] == [[], []]
 
 
 def test_prune_leaves_another_clusters_runs_in_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two clusters share a prefix: what no node here has is not this one's to remove, as `rm` says of a single one."""
+    """Two clusters share a prefix: `prune` leaves runs that no node here has, unless forced."""
     nodes, theirs = stores(tmp_path, 1), LocalStore(tmp_path / "theirs")
     url, bucket = brought_to_bucket(tmp_path, nodes, 2)
     for number in (11, 12):
@@ -261,10 +263,12 @@ def test_prune_leaves_another_clusters_runs_in_the_bucket(tmp_path: Path, capsys
     assert [findings(store) for store in (*nodes, theirs)] == [[], []]
 
 
-def test_what_is_not_in_its_bucket_yet_is_not_left_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--keep-in-bucket` is for what is there: a save whose upload has not ended would be nowhere."""
+def test_keep_in_bucket_needs_a_finished_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--keep-in-bucket` refuses a checkpoint whose upload has not ended."""
     nodes = stores(tmp_path, 1)
-    checkpointed(nodes, 1, {shard(0): (0,)}, url=URL, lineage=RUN, copies=1)  # of which no rank has told the agent how
+    checkpointed(
+        nodes, 1, {shard(0): (0,)}, url=URL, lineage=RUN, copies=1
+    )  # without credentials, as no rank has named the bucket
     checkpointed(nodes, 2, {shard(0): (0,)}, checkpoint_id="step-2", url=URL, lineage=RUN, copies=1)
     with agents(nodes):
         assert main(["rm", "step-1", "--root", str(nodes[0].root), "--keep-in-bucket"]) == ExitCode.FAILED
@@ -273,8 +277,8 @@ def test_what_is_not_in_its_bucket_yet_is_not_left_there(tmp_path: Path, capsys:
     assert (nodes[0].root / "step-1").exists()
 
 
-def test_a_checkpoint_that_was_renamed_before_its_upload_is_not_waited_for(tmp_path: Path) -> None:
-    """It is another checkpoint now, and none of the bucket's: its agent tried for ever, and `drain` waited for that."""
+def test_a_renamed_checkpoint_is_not_uploaded(tmp_path: Path) -> None:
+    """A renamed checkpoint is not uploaded, and no upload is pending."""
     nodes = stores(tmp_path, 1)
     (tmp_path / "bucket").mkdir()
     brought_to_bucket(tmp_path, nodes, 1)

@@ -1,4 +1,4 @@
-"""`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
+"""`rm` and `prune` remove for good on the user's own node. Other nodes learn of the removal, and keep what they have."""
 
 import shutil
 import signal
@@ -26,7 +26,7 @@ from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
-from tests.agent.repair.test_retention import meet, stays, tell, there
+from tests.agent.repair.test_retention import assert_unchanged, meet, set_policy, steps_in
 from tests.cli.commands import as_json, command
 from tests.stores.local.test_order_of_commits import open_save
 
@@ -57,8 +57,10 @@ def names_in(store: LocalStore) -> list[str]:
     return sorted(path.name for path in store.root.glob("step-*"))
 
 
-def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) -> None:
-    """The first node says who has it still; it is not brought back, also after a restart; the second ends it."""
+def test_rm_on_each_node_removes_for_good(tmp_path: Path) -> None:
+    """The output names the node that still has the checkpoint. A removed checkpoint does not come back, also after a
+    restart.
+    """
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     with agents(nodes, *QUICK) as running:
@@ -67,8 +69,8 @@ def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) ->
         assert "removed on this node: step-1 (" in done.stdout
         assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
         assert "next step: run the same command on each of these nodes" in done.stdout
-        assert [there(store) for store in nodes] == [[2], [1, 2]]
-        stays(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[2], [1, 2]]
+        assert_unchanged(nodes, *running)
         assert "removed on host0" in command("ls", "--root", nodes[1].root).stdout
         assert command("status", "--root", nodes[1].root).returncode == ExitCode.OK
         assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
@@ -76,75 +78,75 @@ def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) ->
         running[0].process.wait()
         with running_agent(nodes[0].root, *QUICK) as again:
             meet(again, running[1])
-            stays(nodes, again, running[1])
+            assert_unchanged(nodes, again, running[1])
             done = command("rm", "step-1", "--root", nodes[1].root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, "")
-            assert [there(store) for store in nodes] == [[2], [2]]
-            stays(nodes, again, running[1])
+            assert [steps_in(store) for store in nodes] == [[2], [2]]
+            assert_unchanged(nodes, again, running[1])
             assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.NOT_FOUND
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
-    """Nothing is changed without --force; a newer one with a lost file does not count as good."""
+def test_the_last_complete_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Without --force the last complete checkpoint stays. A newer one with a lost file does not count."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     for store in nodes:
         (store.root / "step-2" / shard(0)).unlink()
     with agents(nodes, *QUICK):
         done = command("rm", "step-1", "--root", nodes[0].root)
-        assert (done.returncode, there(nodes[0])) == (ExitCode.FAILED, [1, 2])
+        assert (done.returncode, steps_in(nodes[0])) == (ExitCode.FAILED, [1, 2])
         assert "step-1 is the last good checkpoint of its run; nothing was changed" in done.stdout
         assert command("rm", "step-2", "--root", nodes[0].root, "--dry-run").returncode == ExitCode.OK
-        assert there(nodes[0]) == [1, 2]
+        assert steps_in(nodes[0]) == [1, 2]
         assert "still on" in command("rm", "step-2", "--root", nodes[0].root).stdout
-        assert there(nodes[0]) == [1]
+        assert steps_in(nodes[0]) == [1]
         code, found = as_json("rm", "step-1", "--root", nodes[0].root, "--force")
-        assert (code, found["removed"], there(nodes[0])) == (ExitCode.FAILED, ["step-1"], [])
-        assert there(nodes[1]) == [1, 2]
+        assert (code, found["removed"], steps_in(nodes[0])) == (ExitCode.FAILED, ["step-1"], [])
+        assert steps_in(nodes[1]) == [1, 2]
 
 
-def test_what_a_load_reads_stays(tmp_path: Path) -> None:
-    """It is said, and nothing was noted: it does not go when the load ends. --force removes it."""
+def test_a_checkpoint_that_a_load_reads_stays(tmp_path: Path) -> None:
+    """A checkpoint that a load reads is kept, and no removal is recorded. --force removes it."""
     store = LocalStore(tmp_path / "node0")
     first, _ = saved_alone(store)
     with running_agent(store.root) as agent:
         with agent.client() as client:
             client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
         done = command("rm", "step-1", "--root", store.root)
-        assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+        assert (done.returncode, steps_in(store)) == (ExitCode.FAILED, [1, 2])
         assert "kept: step-1: a load reads it" in done.stdout
         assert "--force" in done.stdout
         assert store.journal.read_removed() == frozenset()
         assert command("rm", "step-1", "--root", store.root, "--force").returncode == ExitCode.OK
-        assert there(store) == [2]
+        assert steps_in(store) == [2]
 
 
-def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
-    """The agent died between its note and the removal: the next one removes it, and only that."""
+def test_an_interrupted_removal_is_finished(tmp_path: Path) -> None:
+    """The agent died between the journal entry and the removal: the next agent removes this checkpoint only."""
     store = LocalStore(tmp_path / "node0")
     first, _ = saved_alone(store)
     store.agent_directory()
     store.journal.append_end(first, End.REMOVING)
     with running_agent(store.root):
-        wait_for(lambda: there(store) == [2], 20, "the removal")
+        wait_for(lambda: steps_in(store) == [2], 20, "the removal")
     assert findings(store) == []
 
 
-def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
-    """A dry run tells what goes and changes nothing; run on both nodes it leaves the newest two, and they are whole."""
+def test_prune_removes_by_the_rule(tmp_path: Path) -> None:
+    """A dry run prints the plan and changes nothing. Run on both nodes, `prune` leaves the newest two, complete."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2, 3, 4))
     with agents(nodes, *QUICK) as running:
         done = command("prune", "--keep-last", "2", "--root", nodes[0].root, "--dry-run")
         assert (done.returncode, done.stdout.count(" goes: "), done.stdout.count(" stays: ")) == (0, 2, 2)
-        assert there(nodes[0]) == [1, 2, 3, 4]
+        assert steps_in(nodes[0]) == [1, 2, 3, 4]
         assert command("prune", "--keep-last", "2", "--root", nodes[0].root).returncode == ExitCode.FAILED
-        assert [there(store) for store in nodes] == [[3, 4], [1, 2, 3, 4]]
-        stays(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[3, 4], [1, 2, 3, 4]]
+        assert_unchanged(nodes, *running)
         code, found = as_json("prune", "--keep-last", "2", "--root", nodes[1].root)
         assert (code, found["removed"], found["still_on"]) == (ExitCode.OK, ["step-1", "step-2"], {})
-        assert [there(store) for store in nodes] == [[3, 4], [3, 4]]
+        assert [steps_in(store) for store in nodes] == [[3, 4], [3, 4]]
         assert "nothing to remove" in command("prune", "--keep-last", "2", "--root", nodes[1].root).stdout
         for wrong in ("0", "-1", "all"):
             done = command("prune", f"--keep-last={wrong}", "--root", nodes[1].root)
@@ -155,8 +157,8 @@ def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
-    """Exit code 5: this node's part is done; which node to go to. When it is back nothing is brought from it."""
+def test_a_silent_node_is_named(tmp_path: Path) -> None:
+    """The exit code is 5, and the output names the silent node. When that node is back, nothing is copied from it."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     with agents(nodes, "--lost-after-s", "600") as running:
@@ -168,12 +170,12 @@ def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
         with running[0].client() as client:
             client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "again"})
         time.sleep(1)
-        stays(nodes, *running)
-        assert [there(store) for store in nodes] == [[2], [1, 2]]
+        assert_unchanged(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[2], [1, 2]]
 
 
-def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Path) -> None:
-    """A spare node got its copies from others: they stay there until its own user removes them."""
+def test_a_removal_leaves_the_copies_of_a_spare_node(tmp_path: Path) -> None:
+    """A removal on one node does not remove the copies that a spare node made."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes[:2], 1, PAIR, checkpoint_id="step-1", size_bytes=SMALL)
     checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2", size_bytes=SMALL)
@@ -183,13 +185,13 @@ def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Pat
         spare = nodes[2]
         wait_for(lambda: held(spare, "step-1") == held(spare, "step-2") == {shard(0), shard(1)}, 30, "the copies")
         assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
-        assert there(nodes[0]) == [2]
-        stays([nodes[0], spare], running[0], running[2])
+        assert steps_in(nodes[0]) == [2]
+        assert_unchanged([nodes[0], spare], running[0], running[2])
         assert held(spare, "step-1") == {shard(0), shard(1)}
 
 
-def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
-    """Removed by mistake and restored from a backup under the same save id: it is not deleted, and is protected again."""
+def test_a_checkpoint_that_the_user_restores_stays(tmp_path: Path) -> None:
+    """A removed checkpoint is restored from a backup under the same save id: it stays, and is protected again."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     for store in nodes:
@@ -197,20 +199,20 @@ def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
     with agents(nodes, *QUICK) as running:
         for store in nodes:
             command("rm", "step-1", "--root", store.root)
-        assert [there(store) for store in nodes] == [[2], [2]]
+        assert [steps_in(store) for store in nodes] == [[2], [2]]
         for store in nodes:
             shutil.copytree(tmp_path / "backup" / store.root.name, tmp_path / "coming" / store.root.name)
             (tmp_path / "coming" / store.root.name).rename(store.root / "step-1")
         (nodes[0].root / "step-1" / shard(1)).unlink()
         meet(*running)
-        wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of what was put back")
-        stays(nodes, *running)
-        assert [there(store) for store in nodes] == [[1, 2], [1, 2]]
+        wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of the restored checkpoint")
+        assert_unchanged(nodes, *running)
+        assert [steps_in(store) for store in nodes] == [[1, 2], [1, 2]]
     assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is pending until nothing lies here; others are told of it for longer, also by the agent after this one."""
+    """A removal is pending until its files are gone. Peers are informed for longer, also after a restart."""
     monkeypatch.setattr(journal, "REMOVALS_MAX", MANY)
     LocalStore(tmp_path).agent_directory()
     book = Journal(tmp_path)
@@ -230,10 +232,8 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.Monk
     assert book.read_removed() == book.read_removals()[0] == newest
 
 
-def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stays told, whenever the note, the move and the end of it come: else other nodes would bring the save back."""
+def test_a_removal_during_a_look_stays_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal proceeds while the collector looks for its files: it stays recorded, or peers would restore the save."""
     store = LocalStore(tmp_path / "a")
     save_id = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=SMALL).save_id
     service = NodeService(store)
@@ -241,7 +241,7 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
     looks = iter((None, partial(book.append_end, end=End.REMOVING)))
 
     def move_on(read: Callable[[Journal], Any]) -> Callable[[Journal], Any]:
-        """A request for the removal gets one step further before the second time that the journal is read."""
+        """Advances the removal by one step before the journal is read the second time."""
 
         def reading(self: Journal) -> Any:
             step = next(looks, None)
@@ -259,7 +259,7 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
         book.append_end(save_id, End.REMOVED)
         return found
 
-    book.append_end(OTHER_SAVE, End.REMOVING)  # without a note there is no look
+    book.append_end(OTHER_SAVE, End.REMOVING)  # without a pending removal the collector does not look
     for name in ("read_removed", "read_removals"):
         monkeypatch.setattr(Journal, name, move_on(getattr(Journal, name)))
     monkeypatch.setattr(Collector, "_find_here", scan)
@@ -267,8 +267,8 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
     assert save_id in Journal(store.root).read_removed()
 
 
-def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:
-    """The agent says so when it is asked, before a bucket's copy goes; with --force it goes when the process has ended."""
+def test_a_checkpoint_that_a_process_reads_is_kept(tmp_path: Path) -> None:
+    """The agent refuses before anything is removed. With --force, the checkpoint is removed when the process ends."""
     store = LocalStore(tmp_path / "node0")
     saves = [
         checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
@@ -279,11 +279,11 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
         assert lock is not None
         try:
             code, found = as_json("rm", "step-1", "--root", store.root)
-            assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
+            assert (code, found["removed"], steps_in(store)) == (ExitCode.FAILED, [], [1, 2])
             assert found["kept"] == {"step-1": "a process of this node reads it; wait for it to end, or use --force"}
             assert store.journal.read_removed() == frozenset()
             done = command("rm", "step-1", "--root", store.root, "--force")
-            assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+            assert (done.returncode, steps_in(store)) == (ExitCode.FAILED, [1, 2])
             assert (
                 "kept: step-1: a process of this node reads it; it is removed when that process has ended"
                 in done.stdout
@@ -291,15 +291,15 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
             assert "removed on this node" not in done.stdout
         finally:
             lock.release()
-        wait_for(lambda: there(store) == [2], 20, "the removal")
+        wait_for(lambda: steps_in(store) == [2], 20, "the removal")
 
 
 def test_a_version_stays_with_an_older_one_that_a_process_reads(tmp_path: Path) -> None:
-    """Without it the older one would have the checkpoint's name again. What else was to go is removed."""
+    """Without the newer version, the older one would get its name back. The other checkpoints are removed."""
     store = LocalStore(tmp_path / "node0")
     old = open_save(store, 1, checkpoint_id="step-1")
     store.commit(old.save_id)
-    newer = open_save(store, 2, checkpoint_id="step-1", is_whole=False)  # so the old one waits, aside
+    newer = open_save(store, 2, checkpoint_id="step-1", is_whole=False)  # incomplete, so the old version is kept
     store.commit(newer.save_id)
     store.commit(open_save(store, 3, checkpoint_id="step-2").save_id)
     with running_agent(store.root, *QUICK):
@@ -319,12 +319,12 @@ def test_a_version_stays_with_an_older_one_that_a_process_reads(tmp_path: Path) 
     assert findings(store) == []
 
 
-def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None:
-    """Other nodes may have published it before. What is published here then was not put back by the user."""
+def test_a_staged_save_is_removed_once_it_is_published(tmp_path: Path) -> None:
+    """`rm` of a save that is still staged here: the save is removed once it is published."""
     store = LocalStore(tmp_path / "node0")
     with running_agent(store.root) as agent, agent.client() as client:
         staged = open_save(store, 1, checkpoint_id="step-1")
-        lock = store.lock_save(staged.save_id)  # a rank works on it
+        lock = store.lock_save(staged.save_id)  # as a rank that writes
         answer = client.call("POST", "/v1/remove", {"checkpoint_id": "step-1", "save_id": staged.save_id})
         assert answer["why"] == "its save has not ended on this node; it is removed when the save has ended"
     service = NodeService(store)
@@ -338,8 +338,8 @@ def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None
     assert findings(store) == []
 
 
-def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
-    """The same command again on the same node removes nothing there, and says so; the other node has it still."""
+def test_a_second_rm_removes_nothing(tmp_path: Path) -> None:
+    """A second `rm` on the same node says that the checkpoint is not here, and which node still has it."""
     nodes = stores(tmp_path, 2)
     saved(nodes, (1, 2))
     with agents(nodes, *QUICK):
@@ -352,7 +352,7 @@ def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
 
 
 def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
-    """`status`, `show` and `verify` end with 4 and name it, until each node has removed the checkpoint."""
+    """`status`, `show` and `verify` exit with 4 until each node has removed the checkpoint."""
     nodes = stores(tmp_path, 3)
     layout = {shard(0): (0, 1), shard(1): (1, 2)}
     for number in (1, 2):
@@ -375,7 +375,7 @@ def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", [("drain",), ("rm", "step-1"), ("prune", "--keep-last", "1")])
 def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tuple[str, ...]) -> None:
-    """Nor does it plan what a run would not do: the own ranks' policy, and uploads that may not be over, count."""
+    """The plan is that of a real run: it respects the run's policy and open uploads."""
     store = LocalStore(tmp_path / "node")
     saved_alone(store)
     for number, url in ((3, "file:///nowhere/bucket"), (4, "")):
@@ -386,19 +386,19 @@ def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tup
     before = sorted(store.root.rglob("*"))
     done = command(*verb, "--dry-run", "--root", store.root)
     assert sorted(store.root.rglob("*")) == before
-    said = {
+    expected = {
         "drain": "not drained: no agent runs here, so open uploads are unknown",
         "rm": "would remove step-1 (save ",
         "prune": " goes: ",
     }
-    assert said[verb[0]] in done.stdout, done.stderr
+    assert expected[verb[0]] in done.stdout, done.stderr
     if verb[0] == "prune":
         assert [line.split()[0] for line in done.stdout.splitlines() if " goes: " in line] == ["step-1"]
         assert findings(store) == []
 
 
 def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
-    """The best checkpoint by the run's metric, and each of its `keep_every`, stay beside the newest; the rule is said."""
+    """The best checkpoint by the metric and each `keep_every` stay beside the newest, and the output has the rule."""
     store = LocalStore(tmp_path / "node0")
     for number, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), 1):
         layout = {shard(0): (0,)}
@@ -406,10 +406,10 @@ def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
         noted = replace(saved, notes={"metrics": {"loss": loss}})
         (store.root / f"step-{number}" / ".manifest.json").write_bytes(noted.encode())
     with running_agent(store.root, *QUICK) as agent:
-        tell(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
+        set_policy(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
         done = command("prune", "--keep-last", "1", "--keep-period", "4", "--root", store.root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "stays: it has the best 'loss' (0.1)" in done.stdout
-        assert there(store) == [2, 3, 4, 5]
+        assert steps_in(store) == [2, 3, 4, 5]
         assert command("prune", "--keep-last", "1", "--keep-every", "2", "--root", store.root).returncode == ExitCode.OK
-        assert there(store) == [2, 3, 4, 5]
+        assert steps_in(store) == [2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""What `rm` refuses is refused before any agent is asked to change anything, and said as JSON where that is asked for."""
+"""`rm` refuses before any agent changes something, and prints JSON on request."""
 
 import json
 import shutil
@@ -24,8 +24,8 @@ from tests.cli.commands import command
 NOWHERE = AgentAddress("b", "127.0.0.1", 1, "token")
 
 
-def see(monkeypatch: pytest.MonkeyPatch, seen: NodesSeen) -> None:
-    """The command sees these nodes, and an agent that it asks for anything does not answer."""
+def use_view(monkeypatch: pytest.MonkeyPatch, seen: NodesSeen) -> None:
+    """The command sees these nodes. The agent does not answer."""
     monkeypatch.setattr(remover, "start_agent", lambda store: NOWHERE)
     monkeypatch.setattr(remover, "look_at_nodes", lambda store: seen)
 
@@ -33,48 +33,55 @@ def see(monkeypatch: pytest.MonkeyPatch, seen: NodesSeen) -> None:
 def test_a_save_without_a_manifest_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another node alone holds it, and nobody could give its manifest: it may be the last good one. --force goes on."""
+    """Only another node holds the save, and no node returned its manifest: it may be the last complete one. --force
+    continues.
+    """
     store = LocalStore(tmp_path / "node0")
     own = store.node_id()
     held = {own: NodeHoldings(()), "b": NodeHoldings((Holding("b", "step-1", "1" * 32, 1, True),))}
-    see(monkeypatch, NodesSeen(own, held, {"b": NOWHERE}, {}, {}))
+    use_view(monkeypatch, NodesSeen(own, held, {"b": NOWHERE}, {}, {}))
     assert main(["rm", "step-1", "--root", str(store.root)]) == ExitCode.FAILED
-    said = capsys.readouterr().out
-    assert said.startswith("refused: step-1 lies on other nodes only, and none returned its manifest")
-    assert "nothing was changed" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("refused: step-1 lies on other nodes only, and none returned its manifest")
+    assert "nothing was changed" in printed
     assert main(["rm", "step-1", "--root", str(store.root), "--force"]) == ExitCode.FAILED
     assert "kept: step-1: POST '/v1/remove' at node b" in capsys.readouterr().out
 
 
-def test_what_may_be_the_last_good_one_is_not_said_to_be(
+def test_a_checkpoint_that_may_be_the_last_good_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of it lies on a node that does not answer: of each checkpoint `rm` said that it is the last good one."""
+    """Half of each checkpoint lies on a silent node: the output says "may be the last good checkpoint"."""
     here, there = (LocalStore(tmp_path / name) for name in ("here", "there"))
     halves: dict[str, list[int]] = {shard(0): [0], shard(1): [1]}
     made = {one.save_id: one for one in (checkpointed([here, there], n, halves, copies=1) for n in (1, 2))}
     own, other = here.node_id(), there.node_id()
     away = StoreUnavailable("host1", "ask", "", "it is away")
     held = {own: NodeHoldings(here.catalog.holdings(own))}
-    see(monkeypatch, NodesSeen(own, held, {other: NOWHERE}, {other: away}, made))
+    use_view(monkeypatch, NodesSeen(own, held, {other: NOWHERE}, {other: away}, made))
     root = ["--root", str(here.root)]
     assert main(["rm", "step-1", *root]) == ExitCode.FAILED
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "refused: step-1 may be the last good checkpoint of its run: it was not seen complete, as host1 did not" in said
+        "refused: step-1 may be the last good checkpoint of its run: it was not seen complete, as host1 did not"
+        in printed
     )
     assert main(["prune", "--keep-last", "1", *root]) == ExitCode.OK
-    assert f"host1 (node {other}): not reached: it is away" in capsys.readouterr().out, "it tells why nothing goes"
+    assert f"host1 (node {other}): not reached: it is away" in capsys.readouterr().out, (
+        "the reason that nothing is removed"
+    )
 
 
-def test_json_is_json_where_it_is_refused_or_only_tried(
+def test_a_refusal_and_a_dry_run_print_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last good one is `kept`, with the reason; a dry run has its plan, and nothing removed."""
+    """A refusal is in `kept` with its reason. A dry run has a plan, and nothing in `removed`."""
     store = LocalStore(tmp_path / "node0")
     own = store.node_id()
     made = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
-    see(monkeypatch, NodesSeen(own, {own: NodeHoldings(store.catalog.holdings(own))}, {}, {}, {made.save_id: made}))
+    use_view(
+        monkeypatch, NodesSeen(own, {own: NodeHoldings(store.catalog.holdings(own))}, {}, {}, {made.save_id: made})
+    )
     assert main(["rm", "step-1", "--root", str(store.root), "-o", "json"]) == ExitCode.FAILED
     assert json.loads(capsys.readouterr().out)["kept"] == {"step-1": "is the last good checkpoint of its run"}
     assert main(["rm", "step-1", "--root", str(store.root), "-o", "json", "--force", "--dry-run"]) == ExitCode.OK
@@ -85,8 +92,8 @@ def test_json_is_json_where_it_is_refused_or_only_tried(
 
 @pytest.mark.fault
 @pytest.mark.timeout(240)
-def test_files_without_a_manifest_are_not_said_to_be_gone(tmp_path: Path) -> None:
-    """`rm` keeps them, as nothing tells whose they are, and names the command that removes them; they do not come back."""
+def test_files_without_a_manifest_are_kept(tmp_path: Path) -> None:
+    """`rm` keeps files without a manifest, and prints the `rm -r` that removes them. They do not come back."""
     nodes = stores(tmp_path, 3)
     for number in (1, 2):
         checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=3000)
@@ -105,8 +112,8 @@ def test_files_without_a_manifest_are_not_said_to_be_gone(tmp_path: Path) -> Non
 
 @pytest.mark.fault
 @pytest.mark.timeout(120)
-def test_what_no_node_has_a_manifest_of_is_refused(tmp_path: Path) -> None:
-    """By the code that says that it stays: the argument is right."""
+def test_a_checkpoint_without_any_manifest_is_refused(tmp_path: Path) -> None:
+    """The exit code is that of a refusal, not of a usage error."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="step-1", copies=1, size_bytes=3000)
     (store.root / "step-1" / MANIFEST_NAME).write_bytes(b"damaged")

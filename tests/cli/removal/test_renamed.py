@@ -1,4 +1,4 @@
-"""A directory that a user renamed, or copied under another name, is the user's: commands leave it, and nodes keep it up."""
+"""A directory that a user renamed or copied belongs to the user: commands leave it alone, and nodes keep its copies."""
 
 import shutil
 import time
@@ -21,7 +21,7 @@ BOTH = {shard(0), shard(1)}
 
 
 def copied_by_hand(tmp_path: Path) -> list[LocalStore]:
-    """Three checkpoints on two nodes, and a copy of the first, `mine`, which a user made on each."""
+    """Three checkpoints on two nodes, and `mine`, a copy of the first one that a user made on each node."""
     nodes = stores(tmp_path, 2)
     for number in (1, 2, 3):
         checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=3000)
@@ -38,8 +38,8 @@ def hold(nodes: Sequence[LocalStore], expected: list[str]) -> bool:
     return all(names(store) == expected for store in nodes)
 
 
-def test_rm_of_a_copy_leaves_the_original_and_says_how_the_copy_goes(tmp_path: Path) -> None:
-    """The copy is of the same save: what removes the save would remove the original. `rm -r` on all nodes does it."""
+def test_rm_of_a_copy_leaves_the_original(tmp_path: Path) -> None:
+    """The copy has the save id of the original, so `rm` refuses and advises `rm -r` on all nodes."""
     nodes = copied_by_hand(tmp_path)
     with agents(nodes, *QUICK):
         done = command("rm", "mine", "--root", nodes[0].root, "--force")
@@ -52,12 +52,12 @@ def test_rm_of_a_copy_leaves_the_original_and_says_how_the_copy_goes(tmp_path: P
             shutil.rmtree(store.root / "mine")
             time.sleep(0.5)
         time.sleep(3)
-        assert hold(nodes, ["step-1", "step-2", "step-3"]), "none brings it back from one that still had it"
+        assert hold(nodes, ["step-1", "step-2", "step-3"]), "no node restores the copy"
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_a_copy_is_kept_up_when_the_original_is_removed(tmp_path: Path) -> None:
-    """It is another checkpoint now: it has its copies on both nodes, and what it loses comes back."""
+def test_a_copy_is_protected_when_the_original_is_removed(tmp_path: Path) -> None:
+    """The copy is a checkpoint of its own: a lost shard is restored."""
     nodes = copied_by_hand(tmp_path)
     with agents(nodes, *QUICK):
         freed = describe_bytes(sum(nodes[0].catalog.look("step-1").sizes.values()))
@@ -65,19 +65,21 @@ def test_a_copy_is_kept_up_when_the_original_is_removed(tmp_path: Path) -> None:
             f"removed on this node: step-1 ({freed} freed)" in command("rm", "step-1", "--root", nodes[0].root).stdout
         )
         again = command("rm", "step-1", "--root", nodes[0].root).stdout
-        assert again.startswith("not on this node, and not copied here again: step-1\n"), "the copy is another one"
+        assert again.startswith("not on this node, and not copied here again: step-1\n"), (
+            "the copy is another checkpoint"
+        )
         assert "removed on this node: step-1" in command("rm", "step-1", "--root", nodes[1].root).stdout
         assert hold(nodes, ["mine", "step-2", "step-3"])
         listed = command("ls", "--root", nodes[0].root).stdout
         assert "removed on" not in listed
         (nodes[0].root / "mine" / shard(0)).unlink()
-        wait_for(lambda: held(nodes[0], "mine") == BOTH, 30, "the copy of the copy")
+        wait_for(lambda: held(nodes[0], "mine") == BOTH, 30, "the restored shard of the copy")
         assert hold(nodes, ["mine", "step-2", "step-3"])
     assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_prune_leaves_a_renamed_checkpoint(tmp_path: Path) -> None:
-    """Nor is it counted among the newest."""
+    """`prune` neither removes nor counts the copy."""
     nodes = copied_by_hand(tmp_path)
     with agents(nodes, *QUICK):
         for store in nodes:

@@ -1,4 +1,4 @@
-"""`slim`: one checkpoint keeps its weights on this node; what is refused, what is left elsewhere, and what `ls` says."""
+"""`slim` leaves only the weights of a checkpoint on this node: refusals, other nodes, and the output of `ls`."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Capsys = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def stores(tmp_path: Path) -> list[LocalStore]:
-    """Two nodes with three checkpoints; the second is out of reach."""
+    """Two nodes with three checkpoints. The second node has no agent."""
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
     for number in (1, 2, 3):
         checkpointed(stores, number, WHOLE, checkpoint_id=f"step-{number}", size_bytes=3000, lineage=LINEAGE)
@@ -46,8 +46,10 @@ def check_weights(store: LocalStore, steps: Sequence[int]) -> None:
     assert findings(store) == []
 
 
-def test_one_is_slimmed(stores: list[LocalStore], capsys: Capsys) -> None:
-    """A dry run says how much; then it is done, once; `ls` and `show` say so, and a load that reads it prevents it."""
+def test_a_checkpoint_is_slimmed(stores: list[LocalStore], capsys: Capsys) -> None:
+    """A dry run prints the size. `slim` runs once, `ls` and `show` report it, and a load that reads the checkpoint
+    prevents it.
+    """
     store = stores[0]
     slim = "slim", "step-1", "--root", store.root
     code, out = run(capsys, *slim, "--dry-run")
@@ -71,8 +73,8 @@ def test_one_is_slimmed(stores: list[LocalStore], capsys: Capsys) -> None:
 _READ = "a load reads it, or its save has not ended on this node; run the command again later"
 
 
-def test_the_last_full_one_stays(stores: list[LocalStore], capsys: Capsys) -> None:
-    """Without --force; one that cannot be loaded does not count as another."""
+def test_the_last_full_checkpoint_stays(stores: list[LocalStore], capsys: Capsys) -> None:
+    """Without --force the last full checkpoint stays."""
     store = stores[0]
     assert run(capsys, "slim", "step-1", "--root", store.root)[0] == ExitCode.OK
     assert run(capsys, "slim", "step-3", "--root", store.root)[0] == ExitCode.OK
@@ -84,8 +86,8 @@ def test_the_last_full_one_stays(stores: list[LocalStore], capsys: Capsys) -> No
     check_weights(store, [1, 2, 3])
 
 
-def test_another_node_has_it_still(stores: list[LocalStore], capsys: Capsys) -> None:
-    """The command says where, and `verify` and `repair` find nothing to do on either node."""
+def test_a_node_that_is_still_full_is_named(stores: list[LocalStore], capsys: Capsys) -> None:
+    """The command names the node, and `verify` and `repair` find nothing to do on either node."""
     with running_agent(stores[1].root, "--lost-after-s", "60") as other:
         introduced(stores[0], [other.endpoint.address()])
         code, out = run(capsys, "slim", "step-1", "--root", stores[0].root)
@@ -100,8 +102,8 @@ def test_another_node_has_it_still(stores: list[LocalStore], capsys: Capsys) -> 
     check_weights(stores[1], [])
 
 
-def test_what_has_no_optimizer(tmp_path: Path, capsys: Capsys) -> None:
-    """Nothing is changed."""
+def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path, capsys: Capsys) -> None:
+    """A checkpoint without optimizer files is refused, and nothing changes."""
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, size_bytes=3000)
     code, out = run(capsys, "slim", "step-1", "--root", store.root, "--force")

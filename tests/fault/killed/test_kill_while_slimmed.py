@@ -17,7 +17,7 @@ from replicated_ckpt.stores.local.directories.committed import open_committed_sa
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME
 from tests.agent.checkpoints import METADATA, WEIGHTS, checkpointed, findings, held, shard, with_optimizer
-from tests.agent.repair.test_retention import PAIR, agents, tell
+from tests.agent.repair.test_retention import PAIR, agents, set_policy
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -132,7 +132,7 @@ def test_kills_of_two_agents_that_slim(tmp_path: Path, kills: int) -> None:
         while min(slimmed) < len(MANY) - 1:
             with agents(stores) as running:
                 for agent in running:
-                    tell(agent, Retention(keep_last=len(MANY), full_last=1), revision=MANY[-1])
+                    set_policy(agent, Retention(keep_last=len(MANY), full_last=1), revision=MANY[-1])
                 time.sleep(drawn.uniform(0.0, 0.3))
                 for agent in running:
                     agent.process.kill()

@@ -1,4 +1,4 @@
-"""An agent that is to stay, and waits for the one that ranks have started, says so: else it looks like one that hangs."""
+"""A supervised agent that waits for the agent that ranks have started logs that it waits."""
 
 import os
 import signal
@@ -13,8 +13,10 @@ from tests.agent.agents import HOME, running_agent
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_it_names_the_process_that_it_waits_for(tmp_path: Path) -> None:
-    """And that it is stopped, if it is, with the way out."""
+def test_a_waiting_agent_logs_the_pid_of_the_other(tmp_path: Path) -> None:
+    """The log line has the pid of the other agent. If that agent is stopped, the line says so, with the command that
+    continues it.
+    """
     with running_agent(tmp_path, "--idle-exit-s", "600") as other:
         other.signal(signal.SIGSTOP)
         waiting = subprocess.Popen(

@@ -1,4 +1,6 @@
-"""What an agent that a rank starts gets from it: exact variables, this very package, and nothing of the user's paths."""
+"""The environment of an agent that a rank starts: a fixed set of variables, the rank's package, and none of the user's
+paths.
+"""
 
 import json
 import os
@@ -33,10 +35,12 @@ print(json.dumps([endpoint.version, [entry.partition("=")[0] for entry in enviro
 """
 
 
-def started(root: Path, environment: Mapping[str, str], python: str = sys.executable) -> tuple[str, list[str]]:
-    """Version of the agent that a rank with this environment starts, and the names of its variables.
+def start_agent_by_rank(
+    root: Path, environment: Mapping[str, str], python: str = sys.executable
+) -> tuple[str, list[str]]:
+    """The version of the agent that a rank with this environment starts, and the names of the agent's variables.
 
-    The rank, in which each warning is an error, has none to show.
+    In the rank, each warning is an error.
     """
     usual = {"PATH": os.environ["PATH"], "HOME": str(root.parent), "REPLICATED_CKPT_AGENT_IDLE_S": "5"}
     usual["PYTHONWARNINGS"] = "error"
@@ -52,7 +56,7 @@ def started(root: Path, environment: Mapping[str, str], python: str = sys.execut
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A folder whose modules, once imported by any Python, leave a mark."""
+    """A folder whose modules leave a mark when any Python imports them."""
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in ("sitecustomize", "usercustomize", "cryptography"):
@@ -62,7 +66,9 @@ def planted(tmp_path: Path) -> Path:
 
 
 def test_an_agent_gets_exactly_the_variables_that_it_needs(tmp_path: Path) -> None:
-    """Where credentials of a bucket lie goes along; they, paths and libraries stay with the rank."""
+    """The agent gets the paths of bucket credentials. Credentials in variables, Python paths and libraries are not
+    passed on.
+    """
     kept = {
         "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TMPDIR": "/tmp", "REPLICATED_CKPT_AGENT_LOST_AFTER_S": "7",
         "AWS_SHARED_CREDENTIALS_FILE": "/x", "AWS_ROLE_ARN": "x", "AWS_WEB_IDENTITY_TOKEN_FILE": "/x",
@@ -71,53 +77,55 @@ def test_an_agent_gets_exactly_the_variables_that_it_needs(tmp_path: Path) -> No
         "PYTHONPATH": str(HOME), "PYTHONSTARTUP": "/x", "PYTHONHASHSEED": "0", "LD_AUDIT": "", "AWS_PROFILE": "x",
         "AWS_SECRET_ACCESS_KEY": "x" * 20, "MASTER_ADDR": "x", "RANK": "0", "SSH_AUTH_SOCK": "/x",
     }  # fmt: skip
-    _, names = started(tmp_path / "root", {**kept, **left})
+    _, names = start_agent_by_rank(tmp_path / "root", {**kept, **left})
     assert sorted(names) == sorted([*kept, "PATH", "HOME", "REPLICATED_CKPT_AGENT_IDLE_S"])
 
 
 def test_nothing_on_the_ranks_path_runs_in_the_agent(tmp_path: Path, planted: Path) -> None:
-    """A module that a user's PYTHONPATH puts before the package's needs runs in that user's rank alone."""
-    started(tmp_path / "root", {"PYTHONPATH": f"{planted}:{HOME}"})
-    assert (tmp_path / "ran").read_text() == "sitecustomize "  # of the rank: that it ran shows that the test can fail
+    """A module in the user's PYTHONPATH runs in the rank only."""
+    start_agent_by_rank(tmp_path / "root", {"PYTHONPATH": f"{planted}:{HOME}"})
+    assert (tmp_path / "ran").read_text() == "sitecustomize "  # by the rank, which shows that the mark works
 
 
 def test_the_agent_runs_the_package_of_the_rank(tmp_path: Path, planted: Path) -> None:
-    """Two versions lie on one host: the rank's own is the agent's, wherever it comes from and whatever lies beside it."""
+    """With two versions of the package on one host, the agent runs the version of the rank."""
     shutil.copytree(PACKAGE, planted / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     version = planted / PACKAGE.name / "version.py"
     version.write_text(version.read_text().replace(__version__, "99.1.0"))
-    found, _ = started(tmp_path / "root", {"PYTHONPATH": str(planted)})
+    found, _ = start_agent_by_rank(tmp_path / "root", {"PYTHONPATH": str(planted)})
     assert found == "99.1.0"
     assert (tmp_path / "ran").read_text() == "sitecustomize "
 
 
-def test_what_the_package_needs_is_found_where_the_rank_found_it(tmp_path: Path) -> None:
-    """Also where modules come by PYTHONPATH alone, as on hosts with environment modules."""
+def test_the_agent_finds_the_dependencies_of_its_rank(tmp_path: Path) -> None:
+    """The agent finds the dependencies of the package even where only PYTHONPATH leads to them."""
     bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     needs = Path(fastcrc.__file__).parents[1]
     missing = subprocess.run([bare, "-I", "-c", "import fastcrc"], capture_output=True, timeout=60, check=False)
     if not bare.exists() or missing.returncode == 0:
         pytest.skip("no Python here without the package's needs")
-    found, _ = started(tmp_path / "root", {"PYTHONPATH": f"{HOME}:{needs}"}, str(bare))
+    found, _ = start_agent_by_rank(tmp_path / "root", {"PYTHONPATH": f"{HOME}:{needs}"}, str(bare))
     assert found == __version__
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
-def test_the_agent_encodes_names_of_files_as_its_rank_does(mode: str) -> None:
-    """Also where PYTHONUTF8 says so, which an isolated Python does not read: one name is one file to both."""
+def test_the_agent_has_the_utf8_mode_of_its_rank(mode: str) -> None:
+    """The agent has the UTF-8 mode of its rank, although an isolated Python ignores PYTHONUTF8."""
     asked = "import json; from replicated_ckpt.agent.launch import isolated_python as python"
     environment = {"PYTHONPATH": str(HOME), "PYTHONUTF8": mode, "LC_ALL": "C.UTF-8"}
     rank = [sys.executable, "-c", f"{asked}; print(json.dumps(python()))"]
     agent = json.loads(subprocess.run(rank, env=environment, capture_output=True, timeout=60, check=True).stdout)
     options = agent[: agent.index(next(word for word in agent if word.endswith("isolated.py")))]
-    said = [*options, "-c", "import sys; print(sys.flags.utf8_mode)"]
-    found = subprocess.run(said, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    command = [*options, "-c", "import sys; print(sys.flags.utf8_mode)"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == mode
 
 
 @pytest.mark.parametrize("python", ["''", "None", "'/no/such/python'", "'/bin/true'", "'/bin/false'"])
-def test_a_rank_that_knows_no_python_says_so(tmp_path: Path, python: str) -> None:
-    """As one that is embedded in a program, or whose environment was removed: the error names it soon, and the way out."""
+def test_a_rank_without_a_python_executable_raises(tmp_path: Path, python: str) -> None:
+    """`sys.executable` is missing or wrong, as in an embedding program: the error says so, with the command to start an
+    agent.
+    """
     code = f"import sys; sys.executable = {python}\n{RANK}"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HOME)}
     done = subprocess.run(
@@ -128,8 +136,8 @@ def test_a_rank_that_knows_no_python_says_so(tmp_path: Path, python: str) -> Non
     assert f"replicated-ckpt agent --root {tmp_path / 'root'}" in done.stderr
 
 
-def test_an_agent_hears_a_signal_that_its_rank_blocks(tmp_path: Path) -> None:
-    """Blocked signals stay so in what a process starts: SIGTERM ends the agent all the same."""
+def test_an_agent_unblocks_the_signals_that_its_rank_blocks(tmp_path: Path) -> None:
+    """A child inherits blocked signals: SIGTERM ends the agent all the same."""
     code = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n{RANK}"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HOME), "REPLICATED_CKPT_AGENT_IDLE_S": "60"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "root")], env=environment, timeout=60, check=True)
