@@ -241,6 +241,10 @@ def test_threads_of_an_asynchronous_save_are_niced(job: Job) -> None:
     assert list(niceness(Path(f"/proc/{job.agents[1].process.pid}/task")).values()).count(NICE_OF_A_THREAD) == 1
 
 
+def has_niceness(autogroup: Path) -> bool:
+    return autogroup.read_text().split()[-1] == str(NICE)
+
+
 @pytest.mark.usefixtures("niced")
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not share processors out by session")
 def test_an_agents_session_is_niced_where_threads_cannot_be(job: Job) -> None:
@@ -249,11 +253,7 @@ def test_an_agents_session_is_niced_where_threads_cannot_be(job: Job) -> None:
     """
     for agent in job.agents:
         autogroup = Path(f"/proc/{agent.process.pid}/autogroup")
-        wait_for(
-            lambda autogroup=autogroup: autogroup.read_text().split()[-1] == str(NICE),
-            WITHIN_S,
-            "the niceness of the session",
-        )  # type: ignore[misc]
+        wait_for(partial(has_niceness, autogroup), WITHIN_S, "the niceness of the session")
     before = AUTOGROUP.read_text()
     module = give_way_as_session.__module__
     call = f"import threading, {module} as m; m.give_way_as_session({NICE}); print(threading.active_count())"
