@@ -70,8 +70,8 @@ def load(checkpoint_id: str, ranks: int) -> Call[Any]:
     return call(peers.load_pieces, checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
 
 
-def copies_made(checkpoint_id: str, ranks: int) -> Call[Any]:
-    names = [f"__{rank}_0.distcp" for rank in range(ranks)]
+def copies_made(checkpoint_id: str, ranks: int, number: int = 0) -> Call[Any]:
+    names = [f"__{rank}_{number}.distcp" for rank in range(ranks)]
     return call(peers.copies_made, checkpoint_id=checkpoint_id, names=names, copies=2, within_s=MADE_UP_WITHIN_S)
 
 
@@ -87,12 +87,12 @@ def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> Non
     assert sent(RANKS) - before[0] < COPIED_MIB << 19
 
 
-def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
+def assert_whole_everywhere(site: Site, checkpoint_id: str, *, number: int = 0) -> None:
     """The checkpoint loads on all nodes, no staged files are left, and it also loads after the coordinator's node is
-    lost.
+    lost. `number`: the number in its shards' names.
     """
     nodes = len(site.cluster.nodes)
-    made, latest = copies_made(checkpoint_id, nodes), load("latest", nodes)
+    made, latest = copies_made(checkpoint_id, nodes, number), load("latest", nodes)
     results = site.cluster.launch([made, latest, LITTER], nodes=range(nodes), timeout_s=150)
     assert min(results.of(made)) >= 2
     assert all(found["same"] and found["report"]["checkpoint_id"] == checkpoint_id for found in results.of(latest))
@@ -151,15 +151,18 @@ def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) ->
     cut_off, latest = site.save_while("cut_store", 1, point="rank.registered"), load("latest", 3)
     calls = [save("step-1"), cut_off, site.change("heal", 1), latest]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=150)
+    # All shards have a random number: the save was opened without knowing which numbers this node has used.
+    (number,) = {
+        int(found) for outcome in results.of(cut_off) for found in re.findall(r"__1_(\d+)\.", outcome["message"])
+    }
     for outcome in results.of(cut_off):
         assert outcome["types"] == ["AckNotReached"]
-        # Its number in the name is a random one: the save was opened without knowing which numbers this node has used.
-        assert re.search(r"__1_\d+\.distcp", outcome["message"]), outcome
-        assert "__0_0.distcp" not in outcome["message"]
+        assert f"__1_{number}.distcp" in outcome["message"]
+        assert f"__0_{number}.distcp" not in outcome["message"]
         assert outcome["seconds"] < 60
     assert any("did not answer when the save began" in text for text in results.all_warnings)
     assert all(found["same"] and found["report"]["checkpoint_id"] == "step-2" for found in results.of(latest))
-    assert_whole_everywhere(site, "step-2")
+    assert_whole_everywhere(site, "step-2", number=number)
 
 
 def test_a_node_that_vanishes_during_a_save_costs_that_save_only(site: Site) -> None:
