@@ -21,7 +21,7 @@ from replicated_ckpt.node.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, d
 from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.inspection import Inspector
-from replicated_ckpt.stores.local.store import LocalStore, NoStore
+from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -131,7 +131,7 @@ class Auditor:
                 return self._own_reading(checkpoint_id)
             return _ask_agent(addresses[node], checkpoint_id)
 
-        own = [] if isinstance(self._store, NoStore) else [self._node_id]
+        own = [] if isinstance(self._store, EmptyStore) else [self._node_id]
         outcome = FanOut.run([*own, *addresses], read)
         if self._node_id in outcome.errors:
             raise outcome.errors[self._node_id]
@@ -156,7 +156,7 @@ class Auditor:
 
     def _list_not_asked(self, manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> tuple[str, ...]:
         # Only a node's own address book is complete: a node that it lacks is gone.
-        if not isinstance(self._store, NoStore):
+        if not isinstance(self._store, EmptyStore):
             return ()
         named = {node.node_id for manifest in manifests.values() for node in manifest.nodes}
         return tuple(sorted(named - {view.node_id for view in views}))

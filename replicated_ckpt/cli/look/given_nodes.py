@@ -19,7 +19,7 @@ from replicated_ckpt.config import parse_ports
 from replicated_ckpt.environment import OWNER_KEY_ENV, PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, StoreDenied, StoreUnavailable
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.stores.local.store import LocalStore, NoStore
+from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import HOST_PATTERN, PROGRESS_TIMEOUT_S, AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.reach import reach_hint
@@ -70,7 +70,7 @@ def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
     """
     directory, own = store.root_agent_directory(), store.read_node_id()
     known = PeerBook(directory).read_all()
-    has_own = not isinstance(store, NoStore)
+    has_own = not isinstance(store, EmptyStore)
     unknown = [place for place in places if not (_knows(known, *place) or (has_own and _is_own(directory, *place)))]
     met = FanOut.run([_locate(*place) for place in unknown], _introduce)
     for error in met.errors.values():

@@ -40,7 +40,7 @@ from replicated_ckpt.stores.local.directories.roots import (
     find_stores_within,
 )
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
-from replicated_ckpt.stores.local.store import LocalStore, NoStore
+from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural
@@ -226,7 +226,7 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def open_store_of(arguments: argparse.Namespace) -> LocalStore:
-    """The store under `--root`. With `--start-agents` its agent runs afterwards. With `--nodes` alone, a NoStore.
+    """The store under `--root`. With `--start-agents` its agent runs afterwards. With `--nodes` alone, an EmptyStore.
 
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreDenied, StoreError: as `open_store`. AgentUnavailable: no agent can start.
@@ -234,7 +234,7 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
     if arguments.root is None:
         if not arguments.nodes or arguments.start_agents or getattr(arguments, "own_agent", False):
             raise refuse_no_store()
-        return NoStore()
+        return EmptyStore()
     store = open_store(arguments.root)
     if arguments.start_agents:
         start_agent(store)
@@ -253,7 +253,7 @@ def refuse_no_store(*, otherwise: str = "") -> ConfigInvalid:
 
 def name_root(store: LocalStore) -> Path:
     """The root as next steps name it."""
-    return Path("ROOT") if isinstance(store, NoStore) else store.root
+    return Path("ROOT") if isinstance(store, EmptyStore) else store.root
 
 
 def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.manifests import ManifestBook
 from replicated_ckpt.node.peers.watch import NodeHoldings, describe_silence, parse_node_holdings, runs_no_agent
 from replicated_ckpt.node.state.damage import DamageBook
-from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, NoStore
+from replicated_ckpt.stores.local.store import NO_NODE, EmptyStore, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -188,7 +188,7 @@ def look_at_nodes(store: LocalStore, peers: PeerBook | None = None, *, asks_own:
     def look(node: str) -> NodeHoldings:
         return _look_at_own(store, own, asks=asks_own) if node == own else _ask(addresses[node])
 
-    outcome = FanOut.run([*([] if isinstance(store, NoStore) else [own]), *addresses], look)
+    outcome = FanOut.run([*([] if isinstance(store, EmptyStore) else [own]), *addresses], look)
     if own in outcome.errors:
         raise outcome.errors[own]
     held, book = dict(outcome.results), ManifestBook(store, own, peers)

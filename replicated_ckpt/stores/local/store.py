@@ -497,14 +497,7 @@ class LocalStore:
 
 
 class EmptyStore(LocalStore):
-    """The store of a reader without a root: it is empty, and no directory can be made in it."""
+    """The store of a reader or command without a root: it is empty, and no directory can be made in it."""
 
     def __init__(self) -> None:
         super().__init__("/proc/self/replicated-ckpt-nowhere")
-
-
-class NoStore(LocalStore):
-    """In place of this node's store, for a command that asks other nodes alone: a place that nothing can be written to."""
-
-    def __init__(self) -> None:
-        super().__init__("/proc/self/no-store")
