@@ -46,6 +46,17 @@ def test_a_bucket_is_listed_without_a_root(bucket: Path) -> None:
     assert "`replicated-ckpt ls --object-store URL` lists the checkpoints there" in done.stderr
 
 
+def test_a_file_is_not_listed_as_an_empty_bucket(tmp_path: Path) -> None:
+    """A URL that names a file is an error. A directory that no save has created yet is an empty bucket."""
+    (tmp_path / "file").write_bytes(b"x")
+    done = command("ls", "--object-store", f"file://{tmp_path}/file")
+    assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
+    assert f"list file://{tmp_path}/file: it is a file, not a directory. Hint: Correct the URL" in done.stderr
+    done = command("ls", "--object-store", f"file://{tmp_path}/none")
+    assert done.returncode == ExitCode.OK
+    assert f"0 checkpoints, 0 B in file://{tmp_path}/none" in done.stdout
+
+
 def test_damage_in_a_bucket_shows_in_the_exit_code(bucket: Path) -> None:
     """`verify` finds a flipped bit, `show` a missing file."""
     (path,) = bucket.glob(f"step-1/**/{shard(0)}")

@@ -23,6 +23,7 @@ _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192  # a job that makes up nodes must not grow the file without end
 _BOOK, _FROM = "the address book", ", which has it from "
 INTRODUCE_HINT = "The next save or load of a job with ranks on both nodes introduces them."
+_reported_damaged = set[Path]()
 
 
 def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:
@@ -49,8 +50,8 @@ class _Known(NamedTuple):
 class PeerBook:
     """The latest address of each node, and the nodes that announced their exit.
 
-    The file holds tokens, so only this user can read it. Safe to use concurrently. A damaged file counts as empty. If the
-    system lacks descriptors or memory to read it, all methods but `count` raise StoreError.
+    The file holds tokens, so only this user can read it. Safe to use concurrently. A damaged file counts as empty, with one
+    warning per process. If the system lacks descriptors or memory to read it, all methods but `count` raise StoreError.
 
     `given`: addresses that the user of this process names. They are read like those of the file, and never stored.
     `unanswered`: places that the user names as well, where no agent answered.
@@ -161,8 +162,9 @@ class PeerBook:
         known = _Known({})
         try:
             entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as exc:
             # Damaged: jobs introduce their nodes again, and no peer is made up from half a file.
+            self._report_damage(exc)
             return known
         except OSError as exc:
             raise_shortage(exc, self._path)  # otherwise the next write would drop all other nodes
@@ -178,7 +180,20 @@ class PeerBook:
                 known.peers[peer.node_id] = peer
                 if entry.get("away"):
                     away.add(peer.node_id)
+        _reported_damaged.discard(self._path)
         return known._replace(away=frozenset(away), forgotten=frozenset(forgotten))
+
+    def _report_damage(self, exc: Exception) -> None:
+        if self._path in _reported_damaged:
+            return
+        _reported_damaged.add(self._path)
+        log.warning(
+            "the address book %s is damaged and counts as empty: %s. All checkpoints are safe, but this node reaches no "
+            "other one. %s Until then, commands reach them by `--nodes HOST:PORT,...`.",
+            self._path,
+            exc,
+            INTRODUCE_HINT,
+        )
 
 
 def listening_host(directory: Path) -> str:

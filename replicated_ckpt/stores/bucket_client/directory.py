@@ -53,6 +53,9 @@ class DirectoryClient:
                             with contextlib.suppress(FileNotFoundError):  # removed since the listing
                                 sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
             except (FileNotFoundError, NotADirectoryError):
+                if self._root.is_file():  # a mistyped URL must not look like an empty bucket
+                    detail, hint = "it is a file, not a directory", "Correct the URL: name a directory."
+                    raise StoreDenied(self.target.url, "list", directory, detail, hint) from None
                 return Listing()
         return Listing(sizes, tuple(directories))
 

@@ -163,6 +163,20 @@ def test_an_invalid_address_is_refused(tmp_path: Path, poison: Mapping[str, Any]
     assert PeerBook(tmp_path).read_all() == (good,)
 
 
+def test_a_damaged_address_book_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts as empty. The warning comes once until the book is written again."""
+    book, path = PeerBook(tmp_path), tmp_path / "peers.json"
+    for _ in range(2):
+        path.write_text("[{")
+        path.chmod(0o600)
+        caplog.clear()
+        assert book.read_all() == PeerBook(tmp_path).read_all() == ()
+        (record,) = caplog.records
+        assert f"the address book {path} is damaged and counts as empty" in record.getMessage()
+        book.learn([AgentAddress.from_json(ADDRESS)])
+        assert [peer.node_id for peer in book.read_all()] == [ADDRESS["node_id"]]
+
+
 @pytest.mark.parametrize("host", ["a" * 100, "..", "a..b", "%", ":"])
 def test_a_host_without_an_address_is_unreachable(host: str) -> None:
     """The client raises StoreUnavailable, and no error of the resolver or of TLS."""
