@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt import Retention
+from replicated_ckpt import Retention, failpoints
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -62,6 +62,8 @@ def test_a_buddy_without_space_passes_its_copy_on(cluster: Cluster) -> None:
     """The buddy has room for its own small shard, but not for the copy of a large one. A third node takes that copy, so
     each shard has two copies.
     """
+    # Rank 1's own shard is there first: its write would fail while the part of a large copy fills the disk.
+    cluster.start_agents({1: {failpoints.ENV: "agent.receiving=sleep:3"}})
     counts = [24, 2, 2]
     calls = [
         call(fault.save_uneven, checkpoint_id="step-1", counts=counts),

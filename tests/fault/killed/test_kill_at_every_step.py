@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 KINDS = ["plain", "own"]
 OLD, NEW, NEXT = SEEDS = [1, 2, 3]
 GONE = ["CheckpointNotFound"]
-COPIES_WITHIN_S = 20.0
+COPIES_WITHIN_S = 40.0
 LITTER_WITHIN_S = 10.0
 LITTER = call(fault.litter, within_s=LITTER_WITHIN_S)
 ORDER = list(failpoints.POINTS)
