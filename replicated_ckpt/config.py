@@ -242,7 +242,7 @@ class WriterConfig:
             return
         if levels.index(wanted) > levels.index(self.ack):
             raise ConfigInvalid(
-                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer reach only {self.ack!r}.",
+                f"wait(ack={wanted!r}) would wait forever: the saves of this writer reach only {self.ack!r}.",
                 f"Pass ReplicatedWriter(ack={wanted!r}), or wait for a lower level.",
             )
 
