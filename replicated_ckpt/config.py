@@ -124,19 +124,19 @@ class Retention:
 
     The sequence counts the saves of a run, restarts included. With `keep_every=None` no checkpoint is kept for its
     sequence. `keep_best` names a metric that is saved with the checkpoints. The checkpoint with its smallest value is kept,
-    too; with `best_is="max"` that with its largest. If several have the best value, the newest of them is kept. A
+    too; with `best_is="max"`, the one with its largest. If several have the best value, the newest of them is kept. A
     checkpoint without the metric, or with an infinite or NaN value, is never the best.
 
     With `keep_period=1000`, a checkpoint is kept if its step is a multiple of 1000. The step is the number at the end
     of the id: 2000 of `step-2000`. Of several versions of one id, the newest complete one is kept.
 
-    With `full_last`, only the newest `full_last` complete checkpoints keep their optimizer. Of each older one that is kept,
-    for whatever rule, the optimizer's files are removed: a load of the model alone still works, also with stock torch. A
-    load that asks for the optimizer raises OptimizerDropped. With `full_last=None` every kept checkpoint stays as it is.
+    With `full_last`, only the newest `full_last` complete checkpoints keep their optimizer. Older ones that are kept
+    lose the optimizer's files. A load of the model alone still works, even with stock torch. A load that asks for the
+    optimizer raises OptimizerDropped. With `full_last=None` every kept checkpoint stays as it is.
 
     Raises:
         ConfigInvalid: a number is not a whole number of at least 1. `full_last` exceeds `keep_last`. `keep_best` is empty
-            or no text. `best_is` is neither "min" nor "max".
+            or not a string. `best_is` is neither "min" nor "max".
     """
 
     keep_last: int
@@ -242,7 +242,7 @@ class WriterConfig:
             return
         if levels.index(wanted) > levels.index(self.ack):
             raise ConfigInvalid(
-                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer reach only {self.ack!r}.",
+                f"wait(ack={wanted!r}) would wait forever: the saves of this writer reach only {self.ack!r}.",
                 f"Pass ReplicatedWriter(ack={wanted!r}), or wait for a lower level.",
             )
 

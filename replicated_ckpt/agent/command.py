@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     number(
         "--copy-mib-per-s",
-        "rate of re-protection's copies and of asynchronous saves, together; asynchronous saves get at least 8 (default: "
-        "no limit; re-protection gets 256 while the node saves or loads, and 16 while its ranks fetch)",
+        "rate of re-protection and asynchronous saves together; asynchronous saves get at least 8 (default: no limit; "
+        "re-protection gets 256 while the node saves or loads, and 16 while its ranks fetch)",
     )
     number("--scrub-mib-per-s", "rate of the scrub, which reads the store to find damage (default: %(default)s)")
     number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="private key of the certificate (PEM)",
     )
-    add("--plain", action="store_true", help="do not encrypt: only for a trusted network, and alike on all nodes")
+    add("--plain", action="store_true", help="do not encrypt: on a trusted network, and on all nodes or none")
     add("--group", help=f"a group that may read new saves (default: {GROUP_ENV}, else none)")
     add(
         "--direct-io",

@@ -13,7 +13,7 @@ LINES = {
     "fish": "replicated-ckpt completion fish | source",
 }
 """By shell, the line for its start file."""
-HELP = "Print the code with which a shell completes this command."
+HELP = "Print the shell code that completes this command."
 _PROGRAM = "replicated-ckpt"
 
 

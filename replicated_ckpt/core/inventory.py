@@ -79,7 +79,7 @@ class Holding:
             or not 0 <= holding.sequence <= SEQUENCE_MAX
             or any(ShardName.parse(name) is None or size < 0 for name, size in sizes.items())
         ):
-            raise ValueError(f"no valid holding: {holding!r}"[:500])
+            raise ValueError(f"not a valid holding: {holding!r}"[:500])
         return holding
 
 

@@ -21,7 +21,7 @@ class KeyRules:
     """Rules for the names of entries (FQNs), applied in this order: select by globs, strip, rename, add a prefix.
 
     An empty `include` selects all entries. `rename` has pairs of a regular expression and its replacement, as for
-    `re.sub`. A glob, a prefix or an expression that matches no name is an error, since it is probably a typing error.
+    `re.sub`. A glob, a prefix or an expression that matches no name is an error, because it is probably a typo.
     """
 
     include: Sequence[str] = ()

@@ -96,7 +96,7 @@ def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
         history = History(index(told["sequence"]), moment(told["created_unix_s"]))
         # A hostile or damaged node must not push sequences to their limit, where no save could follow.
         if not is_lineage(lineage) or not 0 <= history.sequence <= SEQUENCE_FLOOR_MAX:
-            raise ValueError(f"no valid history of lineage {lineage!r}: {history!r}"[:500])
+            raise ValueError(f"not a valid history of lineage {lineage!r}: {history!r}"[:500])
         found[lineage] = history
     return found
 

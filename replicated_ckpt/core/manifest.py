@@ -300,7 +300,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
 def _divergence(fields: Mapping[str, Any]) -> Divergence:
     groups = tuple(tuple(_count(rank) for rank in ranks) for ranks in fields["groups"])
     if len(groups) < 2 or not all(groups):
-        raise ValueError(f"no divergence: {groups!r}"[:200])
+        raise ValueError(f"not a divergence: {groups!r}"[:200])
     return Divergence(
         _text(fields["fqn"]),
         tuple(_count(place) for place in fields["offset"]),
@@ -456,7 +456,7 @@ def check_notes(notes: Any) -> Mapping[str, Any]:
     """
     # Notes come from peers and buckets, too: their writer may be hostile.
     if not isinstance(notes, dict) or not notes.keys() <= _KEYS:
-        raise ValueError(f"no notes: {str(notes)[:200]}")
+        raise ValueError(f"not valid notes: {str(notes)[:200]}")
     metrics, metadata = notes.get("metrics", {}), notes.get("metadata", {})
     if not isinstance(metrics, dict) or not isinstance(metadata, dict):
         raise TypeError("metrics and metadata must be dicts")

@@ -48,7 +48,7 @@ class Span:
         """Raises TypeError, ValueError: the fields are no span."""
         phase, begin_s, end_s, busy_s, node, by_agent = fields
         if not isinstance(phase, str) or not _NAME.fullmatch(phase):
-            raise ValueError(f"no phase: {str(phase)[:80]!r}")
+            raise ValueError(f"not a phase: {str(phase)[:80]!r}")
         times = (_check_seconds(begin_s), _check_seconds(end_s), _check_seconds(busy_s))
         return cls(phase, *times, _check_text(node), bool(by_agent))
 
@@ -106,7 +106,7 @@ class RankReport:
             raise ValueError(f"neither a save nor a load: {str(kind)[:80]!r}")
         # It becomes a label of a metric.
         if error and not _CLASS.fullmatch(error):
-            raise ValueError(f"no class of an error: {str(error)[:80]!r}")
+            raise ValueError(f"not the class of an error: {str(error)[:80]!r}")
         return cls(
             kind,
             _check_text(fields["checkpoint_id"]),
@@ -138,36 +138,36 @@ class RankReport:
 def _check_operation(value: Any) -> str:
     # It is a part of a file's name.
     if not isinstance(value, str) or (value and not is_save_id(value)):
-        raise ValueError(f"no id of a save or load: {str(value)[:80]!r}")
+        raise ValueError(f"not the id of a save or load: {str(value)[:80]!r}")
     return value
 
 
 def _check_length(values: Any, kind: type[dict[Any, Any]] | type[list[Any]], most: int) -> Any:
     if not isinstance(values, kind) or len(values) > most:
-        raise ValueError(f"no {kind.__name__} of at most {most}: {str(values)[:80]!r}")
+        raise ValueError(f"not a {kind.__name__} of at most {most}: {str(values)[:80]!r}")
     return values
 
 
 def _check_text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > _TEXT_CHARS_MAX or not value.isprintable():
-        raise ValueError(f"no printable text: {str(value)[:80]!r}")
+        raise ValueError(f"not a printable text: {str(value)[:80]!r}")
     return value
 
 
 def _check_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise ValueError(f"no seconds: {str(value)[:80]!r}")
+        raise ValueError(f"not a number of seconds: {str(value)[:80]!r}")
     return float(value)
 
 
 def _check_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _COUNT_MAX:
-        raise ValueError(f"no count: {str(value)[:80]!r}")
+        raise ValueError(f"not a count: {str(value)[:80]!r}")
     return value
 
 
 def _check_entries(values: Any) -> Mapping[str, Any]:
     """Numbers by name. Each name becomes a label of a metric, so their number is bounded."""
     if not isinstance(values, dict) or len(values) > _ENTRIES_MAX or not all(map(_NAME.fullmatch, values)):
-        raise ValueError(f"no numbers by name: {str(values)[:80]!r}")
+        raise ValueError(f"not numbers by name: {str(values)[:80]!r}")
     return values

@@ -276,7 +276,7 @@ class CheckpointManager:
         if used.retention is None and used.object_retention is None:
             raise ConfigInvalid(
                 "keep_best needs retention, and this manager has none: every checkpoint is kept.",
-                "Pass retention=Retention(keep_last=3), say.",
+                "For example, pass retention=Retention(keep_last=3).",
             )
         self._checkpoints.writer.keep_best(metric, best_is)
 
@@ -455,7 +455,7 @@ class CheckpointManager:
         self._save_callback.check_not_inside(call)
         if is_interrupting():
             raise ConfigInvalid(
-                f"CheckpointManager.{call} was called inside another call, as by a signal handler.",
+                f"CheckpointManager.{call} was called inside another call, for example by a signal handler.",
                 "Let the handler only record the signal, and save in the training loop; preempt_on does that.",
             )
 

@@ -221,11 +221,11 @@ def pickled(value: Any) -> bytes:
         ("safetensors", header({"a": {"dtype": "U8", "shape": [math.inf], "data_offsets": [0, 1]}}, b"1"), "Infinity"),
         ("safetensors", header({"a": {"dtype": "U8", "shape": [math.nan], "data_offsets": [0, 1]}}, b"1"), "NaN"),
         ("safetensors", header({"__metadata__": [1]}), "no '{' at byte"),
-        ("safetensors", headed(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'), "'a' is there twice"),
+        ("safetensors", headed(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'), "'a' appears twice"),
         (
             "safetensors",
             headed(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"dtype":"I32"}}') + bytes(8),
-            "'dtype' is there twice",
+            "'dtype' appears twice",
         ),
         ("safetensors", headed(b'{"a":' + b"[" * 3000 + b"]" * 3000 + b"}"), "not a safetensors"),
         ("safetensors", headed(b"{} {}"), "bytes after the header"),
@@ -285,7 +285,7 @@ def test_an_incomplete_stock_directory_is_refused(tmp_path: Path, damage: str) -
 def test_an_index_with_a_duplicate_key_is_refused(tmp_path: Path, raw: str, twice: str) -> None:
     """A duplicate key at any depth is refused, because readers differ in which value they use."""
     (tmp_path / "model.safetensors.index.json").write_text(raw)
-    with pytest.raises(ConfigInvalid, match=f"'{twice}' is there twice"):
+    with pytest.raises(ConfigInvalid, match=f"'{twice}' appears twice"):
         imported(tmp_path, tmp_path / "root", "safetensors")
 
 

@@ -20,10 +20,12 @@ from replicated_ckpt.testing.shards import table_of
 def test_the_cause_is_named_before_the_aborts_that_followed() -> None:
     """`describe_failure` puts the root cause first, then the aborts that followed, without tracebacks."""
     full = StoreFull("/nvme/ckpt", "write", "step-1/__7_0.distcp", "OSError: No space left on device")
-    full.add_note("Met on host n7.")
+    full.add_note("Raised on host n7.")
     failures = {rank: (SaveAborted("Rank 7 failed.\nIt was aborted."), StackSummary()) for rank in range(7)}
     said = describe_failure(CheckpointException("save", {**failures, 7: (full, StackSummary())}))
-    assert said.startswith(f"rank 7: StoreFull: {full} (Met on host n7); rank 0: SaveAborted: Rank 7 failed.\\nIt was")
+    assert said.startswith(
+        f"rank 7: StoreFull: {full} (Raised on host n7); rank 0: SaveAborted: Rank 7 failed.\\nIt was"
+    )
     assert said.endswith("; and 5 more ranks")
 
 

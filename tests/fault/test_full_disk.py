@@ -92,7 +92,7 @@ def test_a_ranks_own_full_disk_fails_the_save_on_every_rank(cluster: Cluster) ->
     for outcome in results.of(too_large):
         assert outcome["types"] == ["StoreFull"]
         assert str(cluster.nodes[1].disk) in outcome["message"]
-        assert outcome["notes"] == [f"Met on host {socket.gethostname()}."]
+        assert outcome["notes"] == [f"Raised on host {socket.gethostname()}."]
     assert results.of(load_before) == results.of(load_after) == [True, True, True]
     assert results.of(litter) == [[], [], []]
 

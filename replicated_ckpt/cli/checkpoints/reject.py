@@ -20,7 +20,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.wording import one_line
 
-HELP = 'Have "latest" skip one checkpoint, on all nodes that answer and in the bucket, until --undo.'
+HELP = 'Make "latest" skip one checkpoint, on all nodes that answer and in the bucket, until --undo.'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also mark it in this bucket, with credentials from the environment; the bucket that the save names is "
         "included anyway",
     )
-    parser.add_argument("--undo", action="store_true", help='"latest" may be this checkpoint again')
+    parser.add_argument("--undo", action="store_true", help='let "latest" take this checkpoint again')
     add_output_argument(parser)
 
 

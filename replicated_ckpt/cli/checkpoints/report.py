@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="also write a Chrome trace of the newest save and load, for https://ui.perfetto.dev. Ranks are aligned at "
-        "the end of planning, as clocks of nodes differ; the load is drawn right after the save",
+        "the end of planning, because the nodes' clocks differ. The load is drawn right after the save",
     )
     add_nodes_argument(parser)
     add_start_argument(parser)

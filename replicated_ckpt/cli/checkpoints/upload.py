@@ -85,10 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     if stuck and not arguments.no_wait:
         raise UploadFailed(arguments.id, target.url, stuck)
     for address, error in () if stuck else refused.items():
-        said = f"not ordered at {address.label}; other nodes upload its shards: {error.message}"
+        said = f"{address.label} did not take the request, so other nodes upload its shards: {error.message}"
         print(said, file=sys.stderr if arguments.json else sys.stdout)
     if arguments.no_wait:
-        text = f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}"
+        text = f"{arguments.id}: the upload to {target.url} is requested{'' if not stuck else f', but {stuck}'}"
         state = UploadState(manifest.checkpoint_id, target.url, error=stuck)
     else:
         state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
@@ -177,8 +177,8 @@ def _find_stuck(
     nodes = sorted({node for name in stuck for node in holders[name]})
     why = [message_by_node.get(node, f"This node has no address of {seen.label(node)}.") for node in nodes]
     return (
-        f"no node that has the order to upload holds {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}"
-        "The order stays on this node. For each of these shards, give the order on a node that holds it, too: "
+        f"no node that was asked to upload has {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}"
+        "This node keeps the request. For each of these shards, run this on a node that has the shard, too: "
         f"`replicated-ckpt upload {quote(manifest.checkpoint_id)} --to {quote(target.url)} --root ROOT`."
     )
 

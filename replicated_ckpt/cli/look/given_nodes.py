@@ -38,7 +38,8 @@ def add_nodes_argument(parser: argparse.ArgumentParser) -> None:
         type=_parse_places,
         default=(),
         metavar="HOSTS",
-        help=f"also ask the agents at HOST[:PORT],...; without --root, only those. An unknown one needs {OWNER_KEY_ENV}",
+        help="also ask the agents at HOST[:PORT],...; without --root, only those. An agent that this node has no address "
+        f"of needs {OWNER_KEY_ENV}",
     )
 
 
@@ -135,7 +136,7 @@ def _introduce(unknown: AgentAddress) -> AgentAddress:
             told = client.call("GET", f"/v1/status?brief=1&challenge={challenge}")
     except StoreDenied as exc:
         raise StoreDenied(where, "ask", "its agent", "it was not started with this user's key file", _KEY_HINT) from exc
-    with parsing(f"{address.label} did not say who it is"):
+    with parsing(f"{address.label} did not return its node's id"):
         found = AgentAddress.from_json(
             {**address.to_json(), **{name: told[name] for name in ("node_id", "incarnation")}}
         )

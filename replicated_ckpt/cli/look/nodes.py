@@ -254,10 +254,10 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> 
     hung = silent.keys() - down - others.keys() - mixed
     wake = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(root))}"
     start = (
-        f"next step: start an agent on {seen.list_names(down)}, as by {on_each_host(seen, down, wake)}, and repeat this "
-        "command within a minute; `ls --start-agents --rsh ssh` does both. A job starts agents, too. If an agent runs "
-        "there already, this node has an old address of it: `ls --nodes HOST:PORT` asks it, and the next save or load with "
-        "ranks on both nodes updates the address"
+        f"next step: start an agent on {seen.list_names(down)}, for example with {on_each_host(seen, down, wake)}, and "
+        "repeat this command within a minute; `ls --start-agents --rsh ssh` does both. A job starts agents, too. If an "
+        "agent already runs there, this node has an old address of it: `ls --nodes HOST:PORT` asks it, and the next save "
+        "or load with ranks on both nodes updates the address"
     )
     look = (
         f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "

@@ -156,6 +156,6 @@ def describe_loss(save: StagedSave, lost: Sequence[str], holdings: Sequence[Hold
     versions = [found for found in saves_found(holdings) if found.checkpoint_id == save.checkpoint_id]
     left = ", ".join(f"save {found.save_id} (sequence {found.sequence})" for found in versions) or "no other version"
     return (
-        f"abort save {save.save_id} of {save.checkpoint_id}, {describe_bytes(save.size_bytes)} on this node: if "
-        f"node {', '.join(lost)} published it, it can never be completed. Left of {save.checkpoint_id}: {left}"
+        f"abort save {save.save_id} of {save.checkpoint_id} ({describe_bytes(save.size_bytes)} on this node). Even if node "
+        f"{', '.join(lost)} published it, it can then never be completed. Left of {save.checkpoint_id}: {left}"
     )

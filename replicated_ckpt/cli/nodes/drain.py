@@ -24,7 +24,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
-HELP = "Copy what this node holds to other nodes, and print whether it may be taken down."
+HELP = "Copy this node's files to other nodes, and print whether the node may be taken down."
 _ALONE = (
     "next step: run a job with ranks on another node as well, whose agent then receives the copies; or save the "
     "checkpoints that you need with `replicated-ckpt export`"

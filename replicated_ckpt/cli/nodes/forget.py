@@ -1,4 +1,4 @@
-"""`replicated-ckpt forget NODE`: removes a node that never comes back from this node's address book."""
+"""`replicated-ckpt forget NODE`: removes a node that is gone for good from this node's address book."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 
-HELP = "Remove a node that never comes back from this node's address book, and print what is lost with it."
+HELP = "Remove a node that is gone for good from this node's address book, and print what is lost with it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,4 +137,4 @@ def _describe_next(seen: NodesSeen, node: str, again: str) -> str:
     if not others:
         return f"no other node is known. {back}"
     names, run = seen.list_names(others), on_each_host(seen, others, again)
-    return f"next step: run the same command on {names}, as by {run}. {back}"
+    return f"next step: run the same command on {names}, for example with {run}. {back}"

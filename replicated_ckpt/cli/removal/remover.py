@@ -384,8 +384,8 @@ class Remover:
         if outcome.still_on or outcome.not_reached:
             run = on_each_host(self.seen, {**outcome.still_on, **outcome.not_reached}, self._again)
             lines.append(
-                f"next step: run the same command on each of these nodes, as by {run}. Without a common key file "
-                f"({OWNER_KEY_ENV}) a node removes only its own copies. No node copies a removed checkpoint again"
+                f"next step: run the same command on each of these nodes, for example with {run}. Without a common key "
+                f"file ({OWNER_KEY_ENV}) a node removes only its own copies. No node copies a removed checkpoint again"
             )
         for url in sorted(set(outcome.still_in_bucket.values())):
             ids = [checkpoint_id for checkpoint_id, there in outcome.still_in_bucket.items() if there == url]
@@ -396,7 +396,7 @@ class Remover:
         for url in sorted(set(outcome.left_to_policy.values())):
             ids = [checkpoint_id for checkpoint_id, there in outcome.left_to_policy.items() if there == url]
             named = f"the same command with `--object-store {quote(url)}` removes it there, too"
-            lines.append(f"left in {url} to the job's policy for it: {_shorten(ids)}; {named}")
+            lines.append(f"left in {url}, where the job's policy applies: {_shorten(ids)}; {named}")
         return lines
 
 

@@ -24,8 +24,8 @@ from replicated_ckpt.stores.local.versions.remove import renamed_refusal, slim
 from replicated_ckpt.wording import describe_bytes
 
 HELP = (
-    "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node, by `srun "
-    "--ntasks-per-node=1` or by the SSH command that it prints."
+    "Remove the optimizer of one checkpoint from this node; its model still loads. Run it on each node, with `srun "
+    "--ntasks-per-node=1` or with the SSH command that it prints."
 )
 
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcome = Slimmed(arguments.id, manifest.save_id, list(gone))
     outcome.refused = "" if arguments.force else _find_refusal(manifest, rows, seen)
     if not gone:
-        outcome.refused = "has no optimizer in separate files, or nothing else"
+        outcome.refused = "has no optimizer in separate files, or nothing but an optimizer"
     outcome.full_on = _list_full(manifest, seen)
     if not (outcome.refused or arguments.dry_run):
         _drop(store, manifest, outcome)
@@ -151,7 +151,8 @@ def _describe_left(outcome: Slimmed, seen: NodesSeen, again: str) -> list[str]:
     if not outcome.full_on:
         return []
     run = on_each_host(seen, outcome.full_on, again)
-    return [f"still full on {seen.list_names(outcome.full_on)}", f"next step: run the same command there, as by {run}"]
+    again_there = f"next step: run the same command there, for example with {run}"
+    return [f"still full on {seen.list_names(outcome.full_on)}", again_there]
 
 
 def _describe(

@@ -40,7 +40,7 @@ class UnmanagedFile:
     def from_json(cls, fields: Mapping[str, Any]) -> "UnmanagedFile":
         size, print_crc = index(fields["size_bytes"]), index(fields["print_crc32c"])
         if size < 0 or not 0 <= print_crc < 1 << 32:
-            raise ValueError(f"no file of a checkpoint: {fields!r}"[:300])
+            raise ValueError(f"not a file of a checkpoint: {fields!r}"[:300])
         return cls(size, print_crc, moment(fields["modified_unix_s"]))
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class UnmanagedHolding:
         shards = {str(name): UnmanagedFile.from_json(file) for name, file in dict(fields["shards"]).items()}
         checkpoint_id = str(fields["checkpoint_id"])
         if not is_checkpoint_id(checkpoint_id) or any(ShardName.parse(name) is None for name in shards):
-            raise ValueError(f"no holding of a checkpoint: {checkpoint_id!r}"[:300])
+            raise ValueError(f"not a holding of a checkpoint: {checkpoint_id!r}"[:300])
         return cls(
             one_line(fields["node_id"]),
             checkpoint_id,

@@ -36,7 +36,7 @@ class Restores:
         found = cls(index(fields["newest"]), counts)
         is_valid = all(is_save_id(save_id) and 0 < count <= RESTORES_MAX for save_id, count in counts.items())
         if not is_valid or not 0 <= found.newest <= SEQUENCE_FLOOR_MAX:
-            raise ValueError(f"no valid count of restores: {found!r}"[:500])
+            raise ValueError(f"not a valid count of restores: {found!r}"[:500])
         return found
 
 
@@ -75,7 +75,7 @@ class Marks:
         restores = {str(lineage): Restores.from_json(found) for lineage, found in runs}
         is_valid = all(is_save_id(save_id) and 0 < number <= _REVISION_MAX for save_id, number in rejections.items())
         if not is_valid or not all(map(is_lineage, restores)):
-            raise ValueError("no valid marks of checkpoints")
+            raise ValueError("not valid marks of checkpoints")
         return cls(rejections, restores)
 
 

@@ -49,7 +49,7 @@ class Policy:
             or len(policy.tier) > _URL_CHARS_MAX
             or not is_lineage(lineage)
         ):
-            raise ValueError(f"no valid policy: {policy!r}"[:500])
+            raise ValueError(f"not a valid policy: {policy!r}"[:500])
         return policy
 
 

@@ -68,7 +68,7 @@ class UnclaimedFiles:
         crcs = {str(name): index(crc) for name, crc in dict(fields["crcs"]).items() if name in sizes}
         unclaimed = cls(one_line(fields["node_id"]), str(fields["checkpoint_id"]), bool(fields["is_ours"]), sizes, crcs)
         if not is_checkpoint_id(unclaimed.checkpoint_id) or not all(map(is_checkpoint_file, sizes)):
-            raise ValueError(f"no valid list of unclaimed files: {unclaimed!r}"[:500])
+            raise ValueError(f"not a valid list of unclaimed files: {unclaimed!r}"[:500])
         return unclaimed
 
 

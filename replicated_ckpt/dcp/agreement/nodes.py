@@ -218,7 +218,7 @@ class AgentCluster:
                 named = answer["named"]
                 # A peer's answer is untrusted, and a lineage outlives this save: later saves inherit it.
                 if named is not None and not is_lineage(named):
-                    raise ValueError(f"no lineage: {named!r}"[:500])
+                    raise ValueError(f"not a lineage: {named!r}"[:500])
                 numbers = answer["taken_numbers"]
                 taken = None if numbers is None else frozenset(map(index, numbers))
                 return Opened(histories_from_json(answer["histories"]), {}, frozenset({named} - {None}), taken)

@@ -54,7 +54,7 @@ def _make_picklable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., 
         except BaseException as exc:
             # Roots have the same path on all nodes: without the host the error could come from any node.
             if isinstance(exc, StoreError | AgentUnavailable):
-                exc.add_note(f"Met on host {socket.gethostname()}.")
+                exc.add_note(f"Raised on host {socket.gethostname()}.")
             if not can_be_sent(exc):
                 raise _describe(hook.__name__, exc) from exc
             raise

@@ -146,7 +146,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         position = _token(raw, position, b":")
         # Of two entries with one name, readers would take different ones.
         if name in seen:
-            raise ValueError(f"{name[:80]!r} is there twice")
+            raise ValueError(f"{name[:80]!r} appears twice")
         seen.add(name)
         if name == "__metadata__":
             position = _skip_metadata(raw, position, label)
@@ -204,7 +204,7 @@ def _skip(raw: bytes, position: int) -> int:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name[:80]!r} is there twice")
+            raise ValueError(f"{name[:80]!r} appears twice")
         found[name] = value
     return found
 

@@ -67,7 +67,7 @@ class ReplicatedReader(StorageReader):
     One reader serves many loads, one at a time.
 
     Raises:
-        ConfigInvalid: an argument cannot work.
+        ConfigInvalid: an argument is invalid.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class DiskSaveCount:
 
 
 _LEFT = (
-    "%s: the unused memory tier at %s has newer checkpoints of this run than the one that this job continues "
-    "from. To load those, end this job and pass memory= as before. Saves of this job are newer than them."
+    "%s: the unused memory tier at %s has newer checkpoints of this run than the one that this job continues from. To load "
+    "those, end this job now, and pass memory= as before. Once this job has saved, loads take its saves instead."
 )
 
 

@@ -87,7 +87,7 @@ def open_unreached(store: LocalStore, decision: SaveDecision, host: str) -> None
             "open",
             decision.checkpoint_id,
             "it did not answer when the save began, so the new save was numbered without this node's saves. It is number "
-            f"{decision.sequence} of the run, but this node has seen number {max(heard, here)}. A load could take that one",
+            f"{decision.sequence} of the run, but this node has seen number {max(heard, here)}, which a load would prefer",
             "Save again: this asks the agent once more. If it still does not answer, load the newest checkpoint, then "
             "save. The save is then numbered after that checkpoint.",
         )

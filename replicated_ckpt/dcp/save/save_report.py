@@ -69,7 +69,7 @@ class SaveReport:
         """The report of a committed save.
 
         `shards`: the shards of this rank. `written`: those that its node's agent has written. `helpers`: the number of
-        ranks that copied them. Only on rank 0 it is known which of their copies do not count.
+        ranks that copied them. Only rank 0 has the number of their copies that count.
         """
         by_name = {copies.name: copies for copies in written}
         phases = {**self.phases, "commit": commit_s, **add_phases(copies.phases for copies in written)}

@@ -57,9 +57,9 @@ _GOES_ON = "The upload continues: wait again, or longer."
 class ReplicatedWriter(StorageWriter, AsyncStager):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
-    After `dcp.save` returns, the checkpoint is committed on every node of the process group. With `ack="peer"`, any
-    `copies - 1` of these nodes can be lost with their disks, and no byte is lost. If `dcp.save` raises, the previous
-    checkpoint of that id still loads. After UploadFailed or AckNotReached, the new one may be committed all the same.
+    After `dcp.save` returns, the checkpoint is committed. A warning names nodes that do not have it yet. With `ack="peer"`
+    and without a warning, any `copies - 1` nodes can be lost with their disks, and no byte is lost. If `dcp.save` raises,
+    the previous checkpoint of that id still loads. After UploadFailed or AckNotReached, the new one may still be committed.
 
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
@@ -93,7 +93,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         overlap: `dcp.async_save` returns while GPUs still copy the state. Before the state changes, as in the
             optimizer's step, call `hold_until_copied`.
         compare_replicas: compare the values that several ranks have under one name. The first save of a process
-            compares all of them. Each later save compares a part, so that this number of saves compares all. "all": all
+            compares all of them. Each later save compares a part; this number of saves together compares all. "all": all
             in each save. None: never. A value that differs is reported once by a warning on rank 0, and in its
             SaveReport and the manifest.
         on_divergence: "raise": a save whose tensors differ fails with ReplicasDiverged before it is committed.

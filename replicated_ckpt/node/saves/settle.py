@@ -211,7 +211,7 @@ def _carry_out(
         log.warning("completed save %s of %r, which a peer has committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
         service.abort(save_id, stale_save.why, unless_decided=True)
-        log.warning("removed what was staged of save %s of %r: %s", save_id, checkpoint_id, stale_save.why)
+        log.warning("removed the staged files of save %s of %r: %s", save_id, checkpoint_id, stale_save.why)
     if settlement.fate is Fate.IN_DOUBT:
         is_news = service.in_doubt.record_in_doubt(stale_save.intent, settlement.waits_for)
         if not _is_gone(service, save_id) and is_news:

@@ -184,6 +184,6 @@ def _parse(document: Any) -> tuple[dict[_Key, _Bad], str]:
 def _parse_bad(entry: Any) -> tuple[_Key, _Bad]:
     checkpoint_id, save_id, name, signature, has_damaged_footer = entry
     if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
-        raise ValueError(f"no file of a checkpoint: {entry!r}"[:300])
+        raise ValueError(f"not a file of a checkpoint: {entry!r}"[:300])
     at = None if signature is None else (int(signature[0]), int(signature[1]), int(signature[2]))
     return (checkpoint_id, save_id, name), _Bad(at, bool(has_damaged_footer))

@@ -123,7 +123,7 @@ class ObjectTarget:
             hint = f"Pass its absolute path, such as {scheme}:///share/checkpoints, the same on all nodes."
             raise ConfigInvalid(f"object_store {url!r} is a relative path, but agents run in another directory.", hint)
         if "@" in place.partition("/")[0] and scheme in ("s3", "s3a", "gs", "memory"):
-            raise ConfigInvalid("object_store must not carry credentials.", "Pass them as storage_options.")
+            raise ConfigInvalid("object_store must not contain credentials.", "Pass them as storage_options.")
         if "?" in url or "#" in url:
             raise ConfigInvalid("object_store must be a plain URL, without ? or #.", "Pass options as storage_options.")
         if not url.isprintable() or url != url.strip():

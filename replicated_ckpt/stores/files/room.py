@@ -44,7 +44,7 @@ class Room:
         why = one_line(str(fields.get("write_error", "")), _WORDS_MAX)
         room = cls(index(fields["free_bytes"]), index(fields["size_bytes"]), why)
         if not 0 <= room.free_bytes <= room.size_bytes:
-            raise ValueError(f"no room of a file system: {room!r}"[:200])
+            raise ValueError(f"not the room of a file system: {room!r}"[:200])
         return room
 
 

@@ -246,9 +246,9 @@ class CommittedShard:
         checkpoint_id, save_id, name = fields["checkpoint_id"], str(fields["save_id"]), str(fields["name"])
         # All three become parts of a path.
         if not isinstance(checkpoint_id, str) or not is_checkpoint_id(checkpoint_id):
-            raise ValueError(f"{str(checkpoint_id)[:80]!r} is no checkpoint id")
+            raise ValueError(f"{str(checkpoint_id)[:80]!r} is not a checkpoint id")
         if not is_save_id(save_id) or ShardName.parse(name) is None:
-            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
+            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are not a save id and the name of a shard")
         return cls(checkpoint_id, save_id, name, int(fields["size_bytes"]), int(fields["crc32c"]))
 
 

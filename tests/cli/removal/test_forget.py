@@ -43,7 +43,9 @@ def test_a_forgotten_node_is_replaced(tmp_path: Path) -> None:
             assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").read_all()}
             other = "host1" if store is nodes[0] else "host0"
             again = f"replicated-ckpt forget host2 --root {store.root}"
-            assert f"next step: run the same command on {other}, as by `ssh {other} '{again}'`." in done.stdout
+            assert (
+                f"next step: run the same command on {other}, for example with `ssh {other} '{again}'`." in done.stdout
+            )
             assert "host2" not in command("show", "step-1", "--root", store.root).stdout.partition("FILE")[2]
             assert "host2" not in command("ls", "--root", store.root).stdout
         wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")

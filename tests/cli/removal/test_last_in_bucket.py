@@ -211,7 +211,7 @@ def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pyte
         assert main(prune) == ExitCode.OK
         printed = capsys.readouterr().out
         assert (
-            f"left in {url} to the job's policy for it: step-1, step-2; the same command with `--object-store {url}`"
+            f"left in {url}, where the job's policy applies: step-1, step-2; the same command with `--object-store {url}`"
             in printed
         )
         assert "removed from" not in printed

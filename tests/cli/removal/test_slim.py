@@ -93,7 +93,7 @@ def test_a_node_that_is_still_full_is_named(stores: list[LocalStore], capsys: Ca
         code, out = run(capsys, "slim", "step-1", "--root", stores[0].root)
         assert code == ExitCode.FAILED
         assert "still full on " in out
-        assert f"as by `ssh host1 'replicated-ckpt slim step-1 --root {stores[0].root}'`" in out, out
+        assert f"for example with `ssh host1 'replicated-ckpt slim step-1 --root {stores[0].root}'`" in out, out
         assert run(capsys, "verify", "--root", stores[0].root)[0] == ExitCode.OK
         assert run(capsys, "repair", "--root", stores[0].root)[0] == ExitCode.OK
         assert contents(capsys, stores[0])["step-1"] == "weights"
@@ -112,4 +112,4 @@ def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path, capsys: Capsy
     assert main(["slim", "step-9", "--root", str(store.root)]) != ExitCode.OK
 
 
-_NONE = "has no optimizer in separate files, or nothing else"
+_NONE = "has no optimizer in separate files, or nothing but an optimizer"

@@ -213,7 +213,7 @@ def test_a_sequence_out_of_range_is_refused(sequence: int) -> None:
     """Otherwise the next save would get a sequence that no manifest may have."""
     fields = Holding("n", "step-1", SAVE, 1, has_metadata=True, sizes={shard(0): 1}).to_json()
     assert Holding.from_json({**fields, "sequence": SEQUENCE_MAX}).sequence == SEQUENCE_MAX
-    with pytest.raises(ValueError, match="no valid holding"):
+    with pytest.raises(ValueError, match="not a valid holding"):
         Holding.from_json({**fields, "sequence": sequence})
 
 

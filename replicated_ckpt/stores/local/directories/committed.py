@@ -115,7 +115,7 @@ class Committed:
             ObjectMissing: the file is missing, or is a pipe or a device. StoreError: it is a directory.
         """
         if not is_checkpoint_file(name):
-            raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
+            raise ConfigInvalid(f"{name[:200]!r} is not a file of a checkpoint.")
         with self._translate("open", name):
             try:
                 return self._open_own(name)
