@@ -44,7 +44,7 @@ def loop(config: dict) -> None:
     rank, world = get_context().get_world_rank(), get_context().get_world_size()
     root = os.path.expandvars(config["root"])  # with this node's environment
     with RayCheckpointManager(root, every=config["save_every"]) as manager:
-        step = begin = manager.restore_latest(state) or 0
+        step = begin = manager.restore(state) or 0
         if rank == 0:
             print(f"starting at step {step} on {world} ranks", flush=True)
         while step < config["steps"]:

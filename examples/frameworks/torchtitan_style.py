@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     data = Data(mesh["dp"], device)
     state = {"model": ModelState(model), "optim": OptimizerState(model, optimizer), "data": data}
     with CheckpointManager(arguments.root, every=arguments.save_every) as manager:
-        step = manager.restore_latest(state) or 0
+        step = manager.restore(state) or 0
         say(f"starting at step {step} on {dist.get_world_size()} ranks")
         while step < arguments.steps and not manager.preempted:
             batch = data.batch()
