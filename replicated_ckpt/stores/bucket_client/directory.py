@@ -13,7 +13,7 @@ from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreDenied, St
 from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Paced, UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import read_exactly, write_all
-from replicated_ckpt.stores.files.existence import closing_fd, open_plain
+from replicated_ckpt.stores.files.existence import closing_fd, is_plain_file, open_plain
 
 _PIECE_BYTES = 4 << 20
 # A try fails only if another process removes the empty directory at that instant.
@@ -53,7 +53,7 @@ class DirectoryClient:
                             with contextlib.suppress(FileNotFoundError):  # removed since the listing
                                 sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
             except (FileNotFoundError, NotADirectoryError):
-                if self._root.is_file():  # a mistyped URL must not look like an empty bucket
+                if is_plain_file(self._root):  # a mistyped URL must not look like an empty bucket
                     detail, hint = "it is a file, not a directory", "Correct the URL: name a directory."
                     raise StoreDenied(self.target.url, "list", directory, detail, hint) from None
                 return Listing()
