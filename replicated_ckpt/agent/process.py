@@ -55,7 +55,7 @@ from replicated_ckpt.stores.files.durable import remove_broken_off_writes, trans
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.local.identity import FRESH_IDENTITY
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import (
+from replicated_ckpt.stores.local.versions.full_disk import (
     keep_room_to_start,
     lacks_room_to_start,
     make_room_to_start,

@@ -25,8 +25,8 @@ from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import abort_lost
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.versions.full_disk import keep_room_to_start, make_room_to_start, try_room
 from replicated_ckpt.stores.local.versions.readers import is_read
-from replicated_ckpt.stores.local.versions.recycled import keep_room_to_start, make_room_to_start, try_room
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

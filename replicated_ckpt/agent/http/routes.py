@@ -36,8 +36,8 @@ from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Announced, Intent
 from replicated_ckpt.stores.local.shard_file import CommittedShard
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
+from replicated_ckpt.stores.local.versions.full_disk import try_room
 from replicated_ckpt.stores.local.versions.publish import find_named
-from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 from replicated_ckpt.stores.threads import give_way

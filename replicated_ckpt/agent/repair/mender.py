@@ -32,7 +32,8 @@ from replicated_ckpt.stores.local.directories.committed import Committed, open_c
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
+from replicated_ckpt.stores.local.versions.full_disk import measure_room
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
 from replicated_ckpt.stores.throttle import Pace

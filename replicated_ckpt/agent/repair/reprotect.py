@@ -32,7 +32,7 @@ from replicated_ckpt.node.saves.collector import Collector
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.durable import is_refusal
-from replicated_ckpt.stores.local.versions.recycled import try_room
+from replicated_ckpt.stores.local.versions.full_disk import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
 from replicated_ckpt.stores.threads import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped

@@ -27,7 +27,7 @@ from replicated_ckpt.node.peers.watch import NodeHoldings, describe_silence, par
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.local.store import NO_NODE, EmptyStore, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
-from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.local.versions.full_disk import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural

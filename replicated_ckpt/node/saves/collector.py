@@ -27,8 +27,9 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.full_disk import lacks_room_to_start
 from replicated_ckpt.stores.local.versions.publish import read_decision
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, lacks_room_to_start
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.remove import recycle, retire, slim
 from replicated_ckpt.stores.threads import start_worker
 

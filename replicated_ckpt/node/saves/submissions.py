@@ -23,7 +23,7 @@ from replicated_ckpt.node.saves.shard_copies import WantedCopies, WrittenCopies,
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import write_with_room
+from replicated_ckpt.stores.local.versions.full_disk import write_with_room
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.threads import forget_locals, give_way, start_worker, translate_any
 from replicated_ckpt.stores.throttle import Pace, Stopped
