@@ -240,7 +240,7 @@ class Agent:
         self._stopping.set()
         if is_told_to_stop:
             self._drain()
-        self._greeter.say_goodbye()
+        self._greeter.announce_exit()
         server.shutdown()
         server.server_close()  # otherwise a client that connects now would wait in vain for an answer
         deadline = time.monotonic() + _LEAVE_GRACE_S

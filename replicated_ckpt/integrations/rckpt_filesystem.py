@@ -121,7 +121,7 @@ class _File(AbstractBufferedFile):
         """Closes the connections, and reports bad copies to the agents of their nodes, which mend them."""
         reader, self._reader = self._reader, None
         if reader is not None:
-            reader.tell_suspects()
+            reader.report_suspects()
             reader.close()
         super().close()
 

@@ -225,7 +225,7 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
             log.info("this process reads the store itself: %s", exc)
-    holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
+    holdings = DamageBook.mark_recorded(store, store.catalog.holdings(own))
     unclaimed, newer = UnclaimedFilesReader(store, own).find_files(), tuple(store.catalog.of_newer_format())
     return NodeHoldings(holdings, unclaimed, read_node_report(store), measure_room(store.root), newer)
 

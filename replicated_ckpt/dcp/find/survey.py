@@ -211,7 +211,7 @@ class Surveyor:
         self._hung, self._ranks_on = seen.keys(), {*expected}
         self._lineage, self._sequence_max = lineage, 0
         self._lineages: tuple[LineageFound, ...] = ()
-        self._expected = {*expected, OBJECT_NODE}  # not nodes met in earlier jobs: those may be gone for good
+        self._expected = {*expected, OBJECT_NODE}  # not the nodes of earlier jobs: those may have been removed
         self.unreached: list[str] = []
         self.listed: set[tuple[str, str]] = set()
         self.moved: set[tuple[str, str]] = set()
@@ -400,7 +400,7 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         # The scrub may have found damage that a listing by name and size cannot show.
-        holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
+        holdings = [*DamageBook.mark_recorded(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         if checkpoint_id is not None:
             self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
         self.unclaimed += UnclaimedFilesReader(self._store, self._own_node).find_files(checkpoint_id)

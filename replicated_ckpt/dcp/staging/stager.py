@@ -28,7 +28,7 @@ from replicated_ckpt.errors import RankFailed
 log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT_S = 30.0
-GIVE_WAY_S = 0.05
+RETURN_WAIT_S = 0.05
 """How long the saving thread waits for `dcp.async_save` to return. Otherwise the training thread would wait up to 5 ms
 (`sys.getswitchinterval`) for the saving thread to release the interpreter lock."""
 _POLL_S = 0.02
@@ -216,7 +216,7 @@ class Stager:
             self._asked_by, self._is_staged, self._needs_group = None, False, False
             self._behind = None  # `wait_for_staging` waits only for the last save
         else:
-            self._returns.wait(GIVE_WAY_S)
+            self._returns.wait(RETURN_WAIT_S)
             self._returns.set()  # it waits once per save
         self._thread = threading.current_thread()
 

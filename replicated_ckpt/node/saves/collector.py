@@ -12,8 +12,8 @@ from functools import partial
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.collection import (
     WholeVersions,
+    find_blocking,
     find_end_of_in_doubt,
-    find_in_the_way,
     find_replaced,
     find_whole_versions,
     has_several_versions,
@@ -207,7 +207,7 @@ class Collector:
             whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
             for removal in find_replaced(own, whole):
                 self._try(removal, self._store.drop_replaced)
-            for removal in find_in_the_way(own, manifests, whole):
+            for removal in find_blocking(own, manifests, whole):
                 self._try(removal, partial(recycle, self._store.root))
             for save in in_doubt:
                 self._end_in_doubt(save.intent, whole, views)

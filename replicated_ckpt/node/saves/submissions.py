@@ -25,7 +25,7 @@ from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.full_disk import write_with_room
 from replicated_ckpt.stores.tee import Buffers, Tee
-from replicated_ckpt.stores.threads import forget_locals, give_way, start_worker, translate_any
+from replicated_ckpt.stores.threads import forget_locals, lower_priority, start_worker, translate_any
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Submissions:
         """
         fill = partial(_fill, shard=shard, descriptors=descriptors, pace=self.pace)
         try:
-            give_way(self.niceness)
+            lower_priority(self.niceness)
             with self._slots:
                 failpoints.reach("agent.submitted")
                 found = write_copies(self._store, shard.copies, Buffers(), fill, is_behind=True)

@@ -297,7 +297,7 @@ class LocalStore:
         final, before, staging = self.final(name), self.catalog.find_manifest(name), self.staging(manifest.save_id)
         check_order(manifest, before, intent)
         # Once decided, only the order counts: other nodes may have published it.
-        check_replaceable(self.root, name, intent, gives_way=True)
+        check_replaceable(self.root, name, intent, may_replace=True)
         for shard in list_differing(staging, manifest):
             self._set_aside_staged(manifest.save_id, shard)
         finish_removals(self.catalog, self.catalog.look(name))

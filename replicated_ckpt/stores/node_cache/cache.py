@@ -82,7 +82,7 @@ class Board:
         # Last: a taker that sees the number finds begin, size and checksum already written.
         self._words[start] = number + 1
 
-    def tell_silent(self, node: str) -> None:
+    def mark_silent(self, node: str) -> None:
         """Marks `node` as silent for the node's other ranks. Without a free word it does nothing."""
         mark = _mark(node)
         for index in range(_SILENT, _ENTRIES):
@@ -90,7 +90,7 @@ class Board:
                 self._words[index] = mark
                 return
 
-    def says_silent(self, node: str) -> bool:
+    def is_marked_silent(self, node: str) -> bool:
         return bool(self._words[_SILENT]) and _mark(node) in self._words[_SILENT:_ENTRIES]
 
     def release(self) -> None:
