@@ -68,7 +68,11 @@ class ReplicatedFileSystem(fsspec.AbstractFileSystem):
         super().invalidate_cache(path)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Raises FileNotFoundError: the checkpoint has no such file. Without the checkpoint, raises a load's errors."""
+        """Name, size and type of a path.
+
+        Raises:
+            FileNotFoundError: the checkpoint has no such file. Also the errors of a load.
+        """
         path = str(self._strip_protocol(path))
         directory, name = posixpath.split(path)
         if not _is_file(name):

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_refusal(manifest: Manifest, rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
-    """Why it stays full without --force, as a phrase that follows its id. "": it may be slimmed."""
+    """Why the save stays full without --force, as a phrase that follows its id. "": it may be slimmed."""
     if manifest.is_slim:
         return ""
     others = (row for row in rows if row.save_id != manifest.save_id and row.lineage == manifest.lineage)

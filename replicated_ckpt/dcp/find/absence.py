@@ -149,8 +149,8 @@ def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
     named = node if node.startswith("node ") else f"node {node}"
     place, why = OBJECT_STORE if node == OBJECT_NODE else named, getattr(error, "message", str(error))
     # Unreachable is not missing: the shard may still lie there.
-    is_heard = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
-    return f"{place}: {why}" if is_heard else f"{place}{NOT_REACHED} ({why})"
+    is_reached = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
+    return f"{place}: {why}" if is_reached else f"{place}{NOT_REACHED} ({why})"
 
 
 def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:

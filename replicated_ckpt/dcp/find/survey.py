@@ -230,9 +230,10 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard precedes a newer one that lacks a shard, that has known damage in a shard's
-        only copy, or whose metadata some ranks cannot read. If no save is whole, an explicit id still gives its newest
-        save: a load may need only the remaining part. A checkpoint of stock torch counts as older than any of this package.
+        A save with a copy of every shard precedes a newer one that not all ranks can read. Such a save lacks a shard, has
+        known damage in a shard's only copy, or has metadata that some ranks cannot read. If no save is whole, an
+        explicit id still gives its newest save: a load may need only the remaining part. A checkpoint of stock torch
+        counts as older than any of this package.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: there is no such save. ManifestVersionUnknown: only a newer

@@ -83,9 +83,9 @@ class _SaveBehind:
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the previous save has ended.
 
-    The save has ended when the future of `dcp.async_save` is done. If the future is unknown, it has ended when no
-    tensor of the copy is left, when the thread that saved has ended, or if no thread began to save within 30 s of the
-    copy. A copy that something still refers to is never overwritten: the next save gets new memory.
+    The save has ended when the future of `dcp.async_save` is done. If the future is unknown, the save has ended when no
+    tensor of the copy is left, or when the thread that saved has ended. It also counts as ended if no thread began to
+    save within 30 s of the copy. A copy that something still refers to is never overwritten: the next save gets new memory.
 
     With `overlaps`, GPUs still copy when `stage` returns: call `hold_until_copied` before the state changes.
     """

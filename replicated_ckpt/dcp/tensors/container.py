@@ -182,7 +182,7 @@ def save_tensor(tensor: torch.Tensor, stream: Writable) -> None:
     """Writes a container to a stream.
 
     Raises:
-        ReplicatedCkptError: the stream's; torch itself raises the error of closing its archive after a failed write.
+        ReplicatedCkptError: the stream's own error. torch would replace it by that of closing its archive.
     """
     remembering = _Recording(stream)
     try:

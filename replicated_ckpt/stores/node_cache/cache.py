@@ -47,7 +47,7 @@ class Board:
 
     @property
     def pulse_ns(self) -> int:
-        """When the owner last worked, or waited for a source rather than another rank, by the host's monotonic clock."""
+        """When the owner last worked or waited for a source, not for a rank, by the host's monotonic clock."""
         return int(self._words[_PULSE])
 
     def pulse(self, at_ns: int) -> None:
