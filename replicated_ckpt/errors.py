@@ -318,7 +318,7 @@ class ObjectUnsafe(ReplicatedCkptError):
 
 
 def _as_safe_global(path: str) -> str:
-    """How `add_safe_globals` takes the object: a class or function as it is, others, such as Ellipsis, with their name."""
+    """The argument of `add_safe_globals` for the object. Objects without a name, such as Ellipsis, need one."""
     has_name = hasattr(vars(builtins).get(path, type), "__qualname__")
     return path if has_name else f"({path}, 'builtins.{path}')"
 

@@ -31,7 +31,13 @@ from replicated_ckpt.dcp.load.load_attempt import describe_not_loaded
 from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
-from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan, CachedWriteItems, Place, hand_back, hold
+from replicated_ckpt.dcp.planning.cached_plan import (
+    CachedSavePlan,
+    CachedWriteItems,
+    Place,
+    without_items,
+    without_names,
+)
 
 SAVE_ID, LAST_ID = "0123456789abcdef" * 2, "f" * 32
 
@@ -62,12 +68,12 @@ def _seconds_of_load_plans(world: World) -> Mapping[str, float]:
     names = {item.storage_index.fqn for plan in plans for item in plan.items}
     saved: dict[str, Any] = dict.fromkeys(names, BytesStorageMetadata())
     found = {}
-    for how, sent in (("plans", plans), ("plans that are held", list(map(hold, plans)))):
+    for how, sent in (("plans", plans), ("plans that are held", list(map(without_items, plans)))):
         raw = list(map(pickle.dumps, sent))
         began = time.process_time()
         gathered = list(map(pickle.loads, raw))
         assert describe_not_loaded("step-1000", saved, gathered) is None
-        for plan in plan_sharing(list(map(hand_back, gathered)), []):
+        for plan in plan_sharing(list(map(without_names, gathered)), []):
             pickle.dumps(plan)
         found[f"load, all {how}"] = time.process_time() - began
     return found
@@ -121,7 +127,7 @@ def _load_plan(world: World, rank: int) -> LoadPlan:
 def _of_load(world: World) -> Mapping[str, int]:
     rank = world.ranks - 1
     whole = _load_plan(world, rank)
-    held, items = hold(whole), whole.items
+    held, items = without_items(whole), whole.items
     plan = _pickled(whole)
     spent = {"plan": 0.5123456, "read": 0.5123456}
     report = LoadReport(
@@ -133,7 +139,7 @@ def _of_load(world: World) -> Mapping[str, int]:
         "load, gather: plan, all bytes local": plan,
         "load, gather: plan that is held": _pickled(held),
         "load, scatter: plan, all bytes local": plan,
-        "load, scatter: plan that is held": _pickled(hand_back(held)),
+        "load, scatter: plan that is held": _pickled(without_names(held)),
         "load, end: report, sent": sent,
         "load, end: who failed, taken in": ended,
         "each gather, scatter apart: lengths, taken in": lengths,

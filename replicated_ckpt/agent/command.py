@@ -23,7 +23,7 @@ from replicated_ckpt.environment import (
 from replicated_ckpt.node.peers.address_book import listening_host
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.threads import give_way_as_session
+from replicated_ckpt.stores.threads import lower_session_priority
 
 HELP = "Serve this node's store to its peers until stopped. Ranks start an agent by themselves if none runs."
 
@@ -119,6 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=level, handlers=[BoundedLog(directory)])
     options = {field.name: getattr(arguments, field.name) for field in fields(AgentConfig)}
     config = AgentConfig(**{**options, "host": arguments.host or listening_host(directory)})
-    give_way_as_session(config.nice)
+    lower_session_priority(config.nice)
     Agent(config).run()
     return 0

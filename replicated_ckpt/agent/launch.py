@@ -101,7 +101,7 @@ def lock_hint(directory: Path, lock_name: str) -> str:
     return f"Process {pid} holds {directory / lock_name}: check what it does, or kill it; then save or load again."
 
 
-def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> bool:
+def should_replace(directory: Path, endpoint: Endpoint, bind_host: str | None) -> bool:
     """Whether this process replaces the agent, as `ensure_agent` describes.
 
     An older agent that does not exit when idle, for example one of systemd, is not replaced: systemd would start it again.
@@ -203,13 +203,13 @@ def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening:
     directory = store.agent_directory()
     # Before the agent is asked: an idle one leaves only while no process holds this lock.
     _stay_client(store.root, directory)
-    endpoint = _answering(directory, bind_host, is_opening=is_opening)
+    endpoint = _find_answering(directory, bind_host, is_opening=is_opening)
     if endpoint is not None:
         return endpoint
     began = time.time()
     with _take_start(directory) as lock:
         # Looked for again under the lock: another process may have started it meanwhile.
-        endpoint = _answering(directory, bind_host, is_opening=is_opening)
+        endpoint = _find_answering(directory, bind_host, is_opening=is_opening)
         if endpoint is not None:
             return endpoint
         _raise_failure_since(began, lock.path)
@@ -322,7 +322,7 @@ def _silence_error(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
     )
 
 
-def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint | None:
+def _find_answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint | None:
     """The agent if it runs, answers, and listens where it must: anywhere if `bind_host` is None.
 
     Raises:
@@ -331,7 +331,7 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
     endpoint = listening_endpoint(directory)
     if endpoint is None:
         return None
-    is_replaced = gives_way(directory, endpoint, bind_host)
+    is_replaced = should_replace(directory, endpoint, bind_host)
     if not _answers(directory, endpoint, is_opening=is_opening and not is_replaced):  # else it would stay for that save
         return None
     check_running(directory, endpoint)
@@ -373,7 +373,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < START_TIMEOUT_S:
         try:
-            endpoint = _answering(directory, bind_host, is_opening=is_opening)
+            endpoint = _find_answering(directory, bind_host, is_opening=is_opening)
         except AgentUnavailable:
             if process.poll() is not None:  # another agent has the root, and does not answer
                 raise

@@ -55,7 +55,7 @@ from replicated_ckpt.stores.files.durable import remove_broken_off_writes, trans
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.local.identity import FRESH_IDENTITY
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import (
+from replicated_ckpt.stores.local.versions.full_disk import (
     keep_room_to_start,
     lacks_room_to_start,
     make_room_to_start,
@@ -240,7 +240,7 @@ class Agent:
         self._stopping.set()
         if is_told_to_stop:
             self._drain()
-        self._greeter.say_goodbye()
+        self._greeter.announce_exit()
         server.shutdown()
         server.server_close()  # otherwise a client that connects now would wait in vain for an answer
         deadline = time.monotonic() + _LEAVE_GRACE_S

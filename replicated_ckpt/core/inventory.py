@@ -19,7 +19,7 @@ class Holding:
     `damaged` are the shards that the node has found to be bad. They stay until a good copy replaces them, since their
     other blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can
     be made from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and
-    saves with the same sequence from nodes that never met. `is_replaced`: a newer save is published on that node, and
+    saves with the same sequence from nodes without contact. `is_replaced`: a newer save is published on that node, and
     this one stays until the newer one was seen whole. `is_slim`: the node has dropped its optimizer.
     """
 

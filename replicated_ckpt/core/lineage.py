@@ -20,7 +20,7 @@ class Version:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """A sort key: the larger one is newer. The clock decides only between saves of nodes that never met."""
+        """A sort key: the larger one is newer. The clock decides only between equal sequences, of nodes without contact."""
         # NaN compares with nothing: sorting would depend on the order of the input.
         return self.sequence, 0.0 if isnan(self.created_unix_s) else self.created_unix_s, self.save_id
 
@@ -45,16 +45,16 @@ class History:
 Histories = Mapping[str, History]
 """By lineage."""
 
-BELIEVED_AHEAD = 1 << 24
+ACCEPTED_AHEAD_MAX = 1 << 24
 """A reported sequence counts up to this much above the known one: half a year of one save per second.
 
 With this limit a hostile node needs 2 ** 29 saves, with a false report before each, to reach SEQUENCE_FLOOR_MAX.
 """
 
 
-def believe(told: int, known: int) -> int:
+def accept_sequence(told: int, known: int) -> int:
     """The accepted part of a sequence that another machine reported; `known` is from this node's own files."""
-    return min(told, known + BELIEVED_AHEAD, SEQUENCE_FLOOR_MAX)
+    return min(told, known + ACCEPTED_AHEAD_MAX, SEQUENCE_FLOOR_MAX)
 
 
 def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float, str, tuple[int, float, str]]]:

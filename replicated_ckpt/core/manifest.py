@@ -112,7 +112,7 @@ class Manifest:
     `lineage` identifies the run: the first save in a directory of checkpoints draws it at random, and later saves
     inherit it. `sequence` orders the saves of one lineage without a clock: one more than the largest that any node of
     the save had. `created_unix_s`, by the coordinator's clock, orders lineages, and saves that got the same sequence
-    because their nodes never met.
+    because their nodes had no contact.
     """
 
     save_id: str

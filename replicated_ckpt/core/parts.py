@@ -89,7 +89,7 @@ def is_dropped(fqn: str, prefixes: Collection[str]) -> bool:
 
 
 def _prefixes(fqn: str) -> Iterator[str]:
-    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    """The name and all shorter ones: `a`, `a.b` and `a.b.c` for `a.b.c`."""
     end = -1
     while (end := fqn.find(".", end + 1)) >= 0:
         yield fqn[:end]

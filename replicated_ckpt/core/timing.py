@@ -60,7 +60,7 @@ def find_slowest(reports: Sequence[RankReport]) -> Slowest | None:
     # If all ranks of a node stand out, the node is named instead of them.
     whole = {one.node_id for one in nodes}
     ranks = [one for one in filter(stands_out, _compare_ranks(reports)) if one.node_id not in whole]
-    waits = [_blame(one, [*nodes, *ranks], reports) for one in filter(stands_out, _compare_waits(reports))]
+    waits = [_find_cause(one, [*nodes, *ranks], reports) for one in filter(stands_out, _compare_waits(reports))]
     late = filter(stands_out, _compare_begins(reports))
     return max((*nodes, *ranks, *waits, *late), key=lambda one: one.excess_s, default=None)
 
@@ -130,7 +130,7 @@ def _list_waits(one: RankReport) -> Iterator[tuple[str, str, float]]:
             yield span.phase, span.node, span.busy_s
 
 
-def _blame(wait: Slowest, slow: Sequence[Slowest], reports: Sequence[RankReport]) -> Slowest:
+def _find_cause(wait: Slowest, slow: Sequence[Slowest], reports: Sequence[RankReport]) -> Slowest:
     """The cause of a long wait for a node: the node, or the rank that waited. `slow`: those whose own work was slow."""
     at_node = [one for one in slow if one.node_id == wait.node_id]
     # If the node's own work is slow, too, that explains the wait.

@@ -149,7 +149,7 @@ class NamedCheckpoints:
             # A load that fails must not turn the next save into a continuation of that run.
             stack.enter_context(forgotten_on_error(self.writer.store))
             # Also on an error: a lock that stays would keep the checkpoint from being removed.
-            stack.callback(self.reader.let_go)
+            stack.callback(self.reader.release_files)
             self.reader.max_tries = max_tries
             # Without this, a save after a rollback would get a sequence below the newest, and "latest" would skip it.
             if not (is_newest(checkpoint_id) or self._is_tier):  # the owner of two tiers has looked at both

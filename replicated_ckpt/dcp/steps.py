@@ -27,7 +27,7 @@ def check_step(step: SupportsIndex) -> int:
 
 
 def id_of(step: SupportsIndex) -> str:
-    """Raises ConfigInvalid: as `check_step`."""
+    """The checkpoint id of a step. Raises ConfigInvalid: as `check_step`."""
     return _FORM.format(check_step(step))
 
 

@@ -258,7 +258,7 @@ class TieredCheckpoints:
         return found[0][1].checkpoint_id if found else None
 
     def _look(self, name: str) -> list[tuple[NamedCheckpoints, SaveFound]]:
-        """The saves of this name in each tier, the newer one first."""
+        """The saves of this name in each tier, the newer one first. The next save continues the lineage of that one."""
         found, problems = self._ask_each(lambda tier: tier.reader.find(name))
         for problem in problems:
             log.warning("one tier failed, and %s is looked up in the other: %s", name, one_line(problem))

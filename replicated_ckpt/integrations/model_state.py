@@ -87,7 +87,7 @@ class AdapterPlanner(RankStatePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """As of RankStatePlanner.
+        """As in RankStatePlanner.
 
         Raises:
             ConfigInvalid: the checkpoint has only the adapter, and the model's base is on the meta device.

@@ -68,7 +68,11 @@ class ReplicatedFileSystem(fsspec.AbstractFileSystem):
         super().invalidate_cache(path)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Raises FileNotFoundError: the checkpoint has no such file. Without the checkpoint, raises a load's errors."""
+        """Name, size and type of a path.
+
+        Raises:
+            FileNotFoundError: the checkpoint has no such file. Also the errors of a load.
+        """
         path = str(self._strip_protocol(path))
         directory, name = posixpath.split(path)
         if not _is_file(name):
@@ -121,7 +125,7 @@ class _File(AbstractBufferedFile):
         """Closes the connections, and reports bad copies to the agents of their nodes, which mend them."""
         reader, self._reader = self._reader, None
         if reader is not None:
-            reader.tell_suspects()
+            reader.report_suspects()
             reader.close()
         super().close()
 

@@ -63,7 +63,7 @@ _TRIES, _TRY_AGAIN_S = 100, 0.11
 """The kernel accepts one change in a tenth of a second from all unprivileged processes together."""
 
 
-def give_way(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Raises the niceness of this thread, and of threads that it starts, for the rest of their lives.
 
     `niceness`: 1 to 19, of the agent. A thread gets 5 more, because without autogroups each thread competes by itself.
@@ -77,15 +77,15 @@ def give_way(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, wanted)
 
 
-def give_way_as_session(niceness: int) -> None:
+def lower_session_priority(niceness: int) -> None:
     """Raises the niceness of this process's autogroup for good, in a background thread, if the process leads its session.
 
     With autogroups the kernel shares processors between sessions (sched(7), "The autogroup feature"). The niceness of a
     thread then counts only inside its session, and an agent would get as much time as a rank. Without autogroups this does
-    nothing. `niceness`: as in `give_way`.
+    nothing. `niceness`: as in `lower_priority`.
     """
     if niceness and os.getsid(0) == os.getpid():
-        start_worker(_raise_autogroup, niceness, name="rckpt-give-way")
+        start_worker(_raise_autogroup, niceness, name="rckpt-priority")
 
 
 def _raise_autogroup(niceness: int) -> None:

@@ -33,7 +33,7 @@ from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.threads import AUTOGROUP, give_way, give_way_as_session
+from replicated_ckpt.stores.threads import AUTOGROUP, lower_priority, lower_session_priority
 from replicated_ckpt.stores.throttle import SUBMITTED_MIB_PER_S_MIN, Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 from tests.marks import long
@@ -255,8 +255,8 @@ def test_an_agents_session_is_niced_where_threads_cannot_be(job: Job) -> None:
         autogroup = Path(f"/proc/{agent.process.pid}/autogroup")
         wait_for(partial(has_niceness, autogroup), WITHIN_S, "the niceness of the session")
     before = AUTOGROUP.read_text()
-    module = give_way_as_session.__module__
-    call = f"import threading, {module} as m; m.give_way_as_session({NICE}); print(threading.active_count())"
+    module = lower_session_priority.__module__
+    call = f"import threading, {module} as m; m.lower_session_priority({NICE}); print(threading.active_count())"
     threads = subprocess.run([sys.executable, "-c", call], check=True, capture_output=True, text=True).stdout
     assert threads == "1\n", "a process that does not lead its session starts no thread"
     assert AUTOGROUP.read_text() == before
@@ -283,7 +283,7 @@ def test_a_higher_niceness_is_kept() -> None:
 
     def work(own: int, asked: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own)
-        give_way(asked)
+        lower_priority(asked)
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     for own, asked in ((19, NICE), (19, 0), (19, 19)):

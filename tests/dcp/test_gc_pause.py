@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.runtime import gc_pause
-from replicated_ckpt.dcp.runtime.gc_pause import Pause, put_off
+from replicated_ckpt.dcp.runtime.gc_pause import Pause, pause_collections
 from tests.agent.agents import wait_for
 from tests.gloo import group_of_one
 
@@ -146,7 +146,7 @@ def test_settings_of_a_user_during_a_pause_stay() -> None:
     """The end of a pause keeps the settings that the user changed during the pause."""
     thresholds = gc.get_threshold()
     try:
-        with put_off():
+        with pause_collections():
             gc.disable()
             gc.set_threshold(70, 7, 7)
         assert not gc.isenabled()
@@ -162,7 +162,7 @@ def test_collections_are_on_when_the_last_pause_ends() -> None:
     one.begin_pause()
     other.begin_pause()
     one.begin_pause()  # extends the same pause
-    with put_off():
+    with pause_collections():
         one.end_pause()
         one.end_pause()
         other.end_pause()
@@ -223,7 +223,7 @@ def test_a_child_that_was_forked_during_a_pause_collects() -> None:
         assert is_collecting()
 
     pause.begin_pause()
-    with put_off():
+    with pause_collections():
         assert holds_in_child(check)
     assert not is_collecting()
     pause.end_pause()

@@ -34,8 +34,8 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     flatten,
     flattening_holds_tensors,
     follow_step,
-    leaves_plans,
     local_part,
+    may_omit_items,
     narrow,
     use_collectives,
     with_local_part,
@@ -162,14 +162,14 @@ class RecordingReader(dcp.FileSystemReader):
 
 
 class AskingReader(dcp.FileSystemReader):
-    """Asks `leaves_plans` about itself, or about the `inner` reader that it wraps."""
+    """Asks `may_omit_items` about itself, or about the `inner` reader that it wraps."""
 
     def __init__(self, path: str, inner: dcp.FileSystemReader | None = None) -> None:
         super().__init__(path)
         self._inner = inner or self
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        self.are_left = leaves_plans(self._inner)
+        self.are_left = may_omit_items(self._inner)
         return super().prepare_local_plan(plan)
 
 
@@ -189,7 +189,7 @@ class FilteringPlanner(dcp.DefaultLoadPlanner):
 
 @pytest.mark.filterwarnings("ignore")
 def test_leaves_plans_is_true_only_if_nothing_changes_a_plan(tmp_path: Path) -> None:
-    """`leaves_plans` is true for the reader that DCP calls if the planner inherits DCP's methods for the global and the
+    """`may_omit_items` is true for the reader that DCP calls if the planner inherits DCP's methods for the global and the
     final plan. These methods return their argument.
     """
     dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
@@ -204,7 +204,7 @@ def test_leaves_plans_is_true_only_if_nothing_changes_a_plan(tmp_path: Path) -> 
     assert [is_told(one) for one in (None, dcp.DefaultLoadPlanner(), OtherPlanner())] == [True] * 3
     assert [is_told(one) for one in (FinishingPlanner(), FilteringPlanner(), patched)] == [False] * 3
     assert not is_told(None, dcp.FileSystemReader(str(tmp_path)))
-    assert not leaves_plans(dcp.FileSystemReader(str(tmp_path)))
+    assert not may_omit_items(dcp.FileSystemReader(str(tmp_path)))
     plans, planner = [LoadPlan([])], dcp.DefaultLoadPlanner()
     assert planner.create_global_plan(plans) is plans
     assert planner.finish_plan(plans[0]) is plans[0]

@@ -188,7 +188,7 @@ def test_a_save_removed_between_two_parts_leaves_no_unfinished_upload(
     is_paused = threading.Event()
 
     def remove() -> None:
-        with uploader.paused.hold(manifest.save_id):
+        with uploader.paused.pause(manifest.save_id):
             remove_save(targets.bucket(target.url), "step-1", manifest.save_id, manifest)
 
     def begin_removal(_: str) -> None:

@@ -1,6 +1,6 @@
 """Greetings between agents. One that starts sends its address to its peers; one that exits, that its disk is intact.
 
-An agent greets for its own node alone. The peers of a node know its token, so the token does not prove who sent a greeting.
+An agent greets for its own node alone. The peers of a node have its token, so the token does not prove who sent a greeting.
 The greeted agent therefore calls the named node back, and accepts the answer of the agent that has the node's certificate.
 """
 
@@ -109,7 +109,7 @@ class Greeter:
     def _register(self, endpoint: Endpoint) -> None:
         """Marks all peers as not greeted yet at this endpoint."""
         with self._lock:
-            # No host: this node may not know its name on other nodes. The peer takes the address of the connection.
+            # No host: other nodes may reach this node under another name. The peer takes the address of the connection.
             self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
             self._ungreeted = {peer.node_id for peer in self._peers.read_all()}
 
@@ -142,7 +142,7 @@ class Greeter:
         if not chosen:
             return
         peers = [peer for peer in self._peers.read_all() if peer.node_id in chosen]
-        outcome = FanOut.run(peers, self._tell)
+        outcome = FanOut.run(peers, self._send_hello)
         with self._lock:
             ungreeted.difference_update(address.node_id for address in outcome.results)
         for address in outcome.results:
@@ -171,18 +171,18 @@ class Greeter:
         with self._lock:
             return sorted(self._refusals.values())
 
-    def say_goodbye(self) -> None:
+    def announce_exit(self) -> None:
         """Announces to every known peer that this agent exits with its disk intact.
 
         The agent must answer until this returns, because each peer calls back. A peer that is not reached later finds a
         silent node.
         """
         try:
-            FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
+            FanOut.run(self._peers.read_all(), lambda address: self._send_hello(address, is_leaving=True))
         except StoreError as exc:  # of the address book
             log.warning("exits, and could not announce that to its peers: %s", exc)
 
-    def _tell(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
+    def _send_hello(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
             client.call("POST", "/v1/hello", {**self._document, "is_leaving": is_leaving})
 

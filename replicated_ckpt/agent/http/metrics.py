@@ -1,4 +1,4 @@
-"""The metrics of an agent: of its node, of its ranks' saves and loads, and, on request, of each node that it knows."""
+"""The metrics of an agent: of its node, of its ranks' saves and loads, and, on request, of each known node."""
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -210,7 +210,7 @@ class ObjectRoutes:
         self.uploader.book.forget(save_id)
         bucket = self.uploader.book.bucket(str(fields["url"]))
         # An upload in progress would put back the objects that are being deleted.
-        with self.uploader.paused.hold(save_id):
+        with self.uploader.paused.pause(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
 

@@ -25,8 +25,8 @@ from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import abort_lost
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.versions.full_disk import keep_room_to_start, make_room_to_start, try_room
 from replicated_ckpt.stores.local.versions.readers import is_read
-from replicated_ckpt.stores.local.versions.recycled import keep_room_to_start, make_room_to_start, try_room
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -184,7 +184,7 @@ class RepairRoutes:
             raise ConfigInvalid("The request `reject` names no saves.")
         peers = {peer.node_id: peer for peer in service.peers.read_all() if peer.node_id != service.node_id}
 
-        def tell(node: str) -> None:
+        def ask(node: str) -> None:
             with AgentClient(peers[node], HOLDINGS_TIMEOUT_S) as client:
                 client.call("POST", "/v1/marks", {"node_id": service.node_id})
 
@@ -193,7 +193,7 @@ class RepairRoutes:
             # The new mark must be newer than every mark that a peer has.
             known = merge_marks(found.node_report.marks for found in looked.results.values())
             service.marks.reject(save_ids, known, is_rejected=fields["is_rejected"] is True)
-            fetched = FanOut.run(looked.results, tell)
+            fetched = FanOut.run(looked.results, ask)
         errors = {**looked.errors, **fetched.errors}
         not_reached = {node: describe_silence(error) for node, error in errors.items()}
         return json_answer(self._reprotector.wake, reached=sorted(fetched.results), not_reached=not_reached)

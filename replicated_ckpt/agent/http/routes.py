@@ -36,11 +36,11 @@ from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Announced, Intent
 from replicated_ckpt.stores.local.shard_file import CommittedShard
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
+from replicated_ckpt.stores.local.versions.full_disk import try_room
 from replicated_ckpt.stores.local.versions.publish import find_named
-from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
-from replicated_ckpt.stores.threads import give_way
+from replicated_ckpt.stores.threads import lower_priority
 from replicated_ckpt.wording import one_line
 
 ITEMS_BYTES_MAX = 16 << 20
@@ -153,7 +153,7 @@ class Routes:
         self._reprotector = reprotector
         self._prove = prove
         checks = Checks()
-        self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.paused.hold)
+        self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.paused.pause)
         self._objects = objects
         self._unmanaged = UnmanagedRoutes(service, checks)
         self._submitted = SubmissionRoutes(service)
@@ -171,7 +171,7 @@ class Routes:
         request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
-                return json_answer(**self._tell(query, is_owner=request.right >= Right.OWNER))
+                return json_answer(**self._make_status(query, is_owner=request.right >= Right.OWNER))
             case ("GET", "metrics"):
                 return self._expose(is_cluster="cluster" in query)
             case (_, "v1", "object", *rest):
@@ -186,7 +186,7 @@ class Routes:
                 found = RankReports(self._service.store).read(query.get("checkpoint_id", ""))
                 return json_answer(node_id=self._service.node_id, reports=[report.to_json() for report in found])
             case ("POST", "v1", "peers"):
-                return self._meet(request)
+                return self._begin_load(request)
             case ("GET", "v1", "files", name):
                 return file_answer(request, self._open(name, query))
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
@@ -197,7 +197,7 @@ class Routes:
                 return json_answer(self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _tell(self, query: Mapping[str, str], *, is_owner: bool) -> Mapping[str, Any]:
+    def _make_status(self, query: Mapping[str, str], *, is_owner: bool) -> Mapping[str, Any]:
         """The status. Clients other than the owner get the agent's identity and the progress of reads and copies alone."""
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
@@ -207,7 +207,7 @@ class Routes:
         return {**told, "verify": self._repair.how_far(), "bytes_fetched": self._reprotector.bytes_fetched}
 
     def _expose(self, *, is_cluster: bool) -> Answer:
-        status = self._tell({}, is_owner=True)
+        status = self._make_status({}, is_owner=True)
         return Answer(expose(self._service, self._reprotector.seen, status, is_cluster=is_cluster), CONTENT_TYPE)
 
     def _save(  # noqa: PLR0911, C901 - one return a verb
@@ -309,7 +309,7 @@ class Routes:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
         with request.heartbeat:
             if BEHIND_HEADER in request.headers:  # this thread serves only the connection that sends the shard
-                give_way(self._service.submissions.niceness)
+                lower_priority(self._service.submissions.niceness)
             found = self._service.receive(save_id, name, request.body, durable=durable)
         if durable:
             return json_answer(**asdict(found))
@@ -340,7 +340,7 @@ class Routes:
         node_report = replace(self._objects.uploader.node_report(), is_busy=self._reprotector.is_busy)
         return json_answer(**answer, node_report=node_report.to_json(), room=room)
 
-    def _meet(self, request: Request) -> Answer:
+    def _begin_load(self, request: Request) -> Answer:
         """A load begins: stores the addresses of the nodes that take part, and settles stale saves."""
         fields = request.document()
         with parsing("Peers cannot be learned"):

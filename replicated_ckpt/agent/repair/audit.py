@@ -22,7 +22,7 @@ from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
-from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.local.versions.full_disk import measure_room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.threads import FanOut

@@ -32,9 +32,10 @@ from replicated_ckpt.stores.local.directories.committed import Committed, open_c
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
+from replicated_ckpt.stores.local.versions.full_disk import measure_room
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
+from replicated_ckpt.stores.peer.copy import PeerShard, report_suspect
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
@@ -267,7 +268,7 @@ class Mender:
             # An earlier round, or the user, may have restored it: an intact file is not replaced.
             if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
                 return
-            sources = AnySource(self._sources(action, entry), partial(self._tell, action))
+            sources = AnySource(self._sources(action, entry), partial(self._report_source_error, action))
             with directory.incoming_file(action.shard) as path:
                 with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
@@ -305,13 +306,13 @@ class Mender:
         open_file = partial(self._store.open_file, action.checkpoint_id, action.save_id, action.shard)
         return ShardFile(open_file, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
 
-    def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
+    def _report_source_error(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
         """Logs an error of a source, and reports a corrupt copy to its node."""
         log.warning("copy of %s/%s on node %s: %s", action.checkpoint_id, action.shard, node_id, error)
         # Other errors, of a slow or silent source, are no sign of a bad copy.
         if isinstance(error, ObjectCorrupt):
             for address in self._addresses((node_id,)):
-                tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
+                report_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
 
     def _sources_known(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
         """The addresses of those nodes, the sources of an action, that this node's address book has.
@@ -320,7 +321,7 @@ class Mender:
             StoreUnavailable: the address book has none of them, and this node is not a source itself.
         """
         known = self._addresses(nodes)
-        # Another node has made this plan, and may know nodes that no job has introduced here.
+        # Another node has made this plan. Its address book may have nodes that no job has introduced here.
         if nodes and not known and self._service.node_id not in nodes:
             raise StoreUnavailable(
                 f"the address book of node {self._service.node_id}",

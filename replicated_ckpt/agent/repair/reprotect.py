@@ -32,7 +32,7 @@ from replicated_ckpt.node.saves.collector import Collector
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.durable import is_refusal
-from replicated_ckpt.stores.local.versions.recycled import try_room
+from replicated_ckpt.stores.local.versions.full_disk import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
 from replicated_ckpt.stores.threads import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
@@ -82,7 +82,7 @@ class DeferredActions:
         """Puts the action off: no node had intact bytes for it."""
         self._failed[action] = self._clock() + RETRY_S, why
 
-    def why_not(self, action: Action) -> str:
+    def find_recent_error(self, action: Action) -> str:
         """The error of an action that failed less than RETRY_S ago; "" if the action may be tried."""
         until, why = self._failed.get(action, (0.0, ""))
         return why if self._clock() < until else ""
@@ -471,7 +471,7 @@ class Reprotector:
             # A user may be deleting the checkpoint on every node: this node must not copy it back meanwhile.
             if self._deferred.is_removed_now(action):
                 continue
-            if error := self._deferred.why_not(action) or self._try(action):
+            if error := self._deferred.find_recent_error(action) or self._try(action):
                 failed.append(f"{action}: {error}")
                 continue
             done += 1

@@ -132,7 +132,7 @@ def next_identity(directory: Path, node_id: str) -> Identity:
     tokens, peers would take its answers for those of the earlier node.
 
     Raises:
-        StoreError: the system lacks the descriptors or memory to read the file. No new tokens are drawn: peers know those
+        StoreError: the system lacks the descriptors or memory to read the file. No new tokens are drawn: peers have those
             in the file.
     """
     try:

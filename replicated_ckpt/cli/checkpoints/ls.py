@@ -30,7 +30,7 @@ from replicated_ckpt.cli.look.given_root import (
     refuse_no_store,
 )
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import say_if_slow
+from replicated_ckpt.cli.look.progress import print_if_slow
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.errors import StoreError
@@ -117,7 +117,7 @@ def name_bucket(url: str, store: LocalStore | None) -> ObjectTarget:
 
 
 def list_bucket(target: ObjectTarget) -> Sequence[BucketSave]:
-    with closing(open_client(target)) as client, say_if_slow(target.url):
+    with closing(open_client(target)) as client, print_if_slow(target.url):
         return Bucket(client).saves()
 
 

@@ -11,7 +11,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_absent, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import say_if_slow
+from replicated_ckpt.cli.look.progress import print_if_slow
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -92,7 +92,7 @@ def _mark_buckets(
     for url in sorted(urls):
         try:
             if target is not None and url == target.url:
-                with say_if_slow(url), closing(open_client(target)) as client:
+                with print_if_slow(url), closing(open_client(target)) as client:
                     is_there = Bucket(client).mark_rejected(
                         row.checkpoint_id, row.save_id, is_rejected=marked.is_rejected
                     )
@@ -107,7 +107,7 @@ def _mark_buckets(
 
 def _ask_agent(agent: AgentAddress, url: str, row: CheckpointSeen, *, is_rejected: bool) -> bool:
     named: Mapping[str, object] = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
-    with say_if_slow(url), AgentClient(agent) as client:
+    with print_if_slow(url), AgentClient(agent) as client:
         answer = client.call("POST", "/v1/object/reject", {**named, "is_rejected": is_rejected})
     return answer["is_there"] is True
 

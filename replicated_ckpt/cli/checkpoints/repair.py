@@ -20,9 +20,9 @@ from replicated_ckpt.cli.look.waiting_saves import (
     advise_on_in_doubt,
     describe_loss,
     describe_wait,
+    has_save_in_doubt,
     label_nodes,
     list_staged_saves,
-    waits_for_any,
 )
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"not checked: {line}")
         if not arguments.dry_run:
             _print_outcome(done, audit)
-    code = _exit_code(audit, done, has_in_doubt=bool(in_doubt) and waits_for_any(store))
+    code = _exit_code(audit, done, has_in_doubt=bool(in_doubt) and has_save_in_doubt(store))
     return ExitCode.FAILED if (newer or arguments.id in stock) and code != ExitCode.SHARD_LOST else code
 
 

@@ -25,7 +25,7 @@ from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.given_nodes import add_nodes_argument, open_book
 from replicated_ckpt.cli.look.given_root import add_root_argument, add_start_argument, name_root, open_store_of
 from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow, show_progress
+from replicated_ckpt.cli.look.progress import format_duration, print_if_slow, read_all, show_progress
 from replicated_ckpt.cli.printing import Colour, add_output_argument, paint
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.reading.newest import is_newest
@@ -161,7 +161,7 @@ def _read(target: ObjectTarget, checkpoint_id: str | None, *, shows_progress: bo
         # Retried: one failed request of thousands must not end a check that takes hours.
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
-            with say_if_slow(target.url):
+            with print_if_slow(target.url):
                 saves = inspector.list_saves(checkpoint_id)
             size = sum(sum(save.sizes.values()) for save in saves)
             look = lambda: {target.url: (inspector.bytes_read, size)}  # noqa: E731 - called by the progress alone
@@ -188,7 +188,7 @@ def _list_newest(audit: Audit) -> Mapping[str, str]:
 
 
 def _print_bucket(there: _InBucket, on_nodes: Mapping[str, str]) -> None:
-    """`on_nodes`: the newest save of each checkpoint there."""
+    """Prints the findings in the bucket. `on_nodes`: the newest save of each checkpoint on the nodes."""
     for finding in there.findings:
         print(finding)
     for checkpoint_id in there.unchecked:
@@ -234,7 +234,7 @@ def as_json(audit: Audit) -> dict[str, Any]:
 
 
 def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, has_others: bool) -> None:
-    """`has_others`: there are checkpoints of stock torch or of newer versions, which are printed after this."""
+    """Prints the audit of the nodes. `has_others`: checkpoints of stock torch or of newer versions are printed after it."""
     for finding in audit.findings:
         print(finding)
     for short in audit.plan.short:

@@ -29,7 +29,7 @@ def describe_conflicting_runs(rows: Sequence[CheckpointSeen], seen: NodesSeen, r
 def _describe_versions(
     versions: Sequence[tuple[SaveFound, CheckpointSeen]], seen: NodesSeen, root: Path
 ) -> Iterator[str]:
-    """`versions`: in the order in which a load by name tries them."""
+    """Describes the versions under one name. `versions`: in the order in which a load by name tries them."""
     first = versions[0][0]
     of_run = [(save, row) for save, row in versions if save.version.lineage == first.version.lineage]
     taken = next((save for save, row in of_run if row.state in (WHOLE, SHORT)), first)

@@ -72,7 +72,9 @@ def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
     directory, own = store.root_agent_directory(), store.read_node_id()
     known = PeerBook(directory).read_all()
     has_own = not isinstance(store, EmptyStore)
-    unknown = [place for place in places if not (_knows(known, *place) or (has_own and _is_own(directory, *place)))]
+    unknown = [
+        place for place in places if not (_has_address(known, *place) or (has_own and _is_own(directory, *place)))
+    ]
     met = FanOut.run([_locate(*place) for place in unknown], _introduce)
     for error in met.errors.values():
         if not isinstance(error, StoreUnavailable | AgentUnavailable) or not (has_own or met.results):
@@ -80,7 +82,7 @@ def open_book(store: LocalStore, places: Sequence[_Place]) -> PeerBook:
     return PeerBook(directory, [peer for peer in met.results.values() if peer.node_id != own], met.errors)
 
 
-def _knows(known: Sequence[AgentAddress], host: str, port: int | None) -> bool:
+def _has_address(known: Sequence[AgentAddress], host: str, port: int | None) -> bool:
     there = {host, *_resolve(host)}
     return any((peer.node_id == host or peer.host in there) and port in (None, peer.port) for peer in known)
 

@@ -277,7 +277,7 @@ def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
 
 
 def _run_there(address: AgentAddress, words: Sequence[str]) -> None:
-    """Raises AgentUnavailable: the command failed."""
+    """Runs a command that starts the agent of another node. Raises AgentUnavailable: the command failed."""
     # Another process wrote the host: one that begins with "-" would be an option of ssh.
     if address.host.startswith("-") or not address.host:
         raise AgentUnavailable(f"No agent was started for {address.label}: its address is not a host.")

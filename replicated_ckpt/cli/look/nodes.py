@@ -27,7 +27,7 @@ from replicated_ckpt.node.peers.watch import NodeHoldings, describe_silence, par
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.local.store import NO_NODE, EmptyStore, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
-from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.local.versions.full_disk import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.wording import one_line, plural
@@ -225,7 +225,7 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
             log.info("this process reads the store itself: %s", exc)
-    holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
+    holdings = DamageBook.mark_recorded(store, store.catalog.holdings(own))
     unclaimed, newer = UnclaimedFilesReader(store, own).find_files(), tuple(store.catalog.of_newer_format())
     return NodeHoldings(holdings, unclaimed, read_node_report(store), measure_room(store.root), newer)
 

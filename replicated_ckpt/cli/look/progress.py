@@ -149,9 +149,9 @@ SAID_AFTER_S = 3.0
 
 
 @contextmanager
-def say_if_slow(url: str) -> Iterator[None]:
+def print_if_slow(url: str) -> Iterator[None]:
     """If the block takes longer than SAID_AFTER_S, prints that the command waits for `url`."""
-    timer = threading.Timer(SAID_AFTER_S, _say, [url])
+    timer = threading.Timer(SAID_AFTER_S, _print_slow, [url])
     timer.daemon = True
     start_thread(timer)
     try:
@@ -160,7 +160,7 @@ def say_if_slow(url: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _say(url: str) -> None:
+def _print_slow(url: str) -> None:
     print(
         f"waiting for {url} since {SAID_AFTER_S:g} s; the command stops waiting for a silent endpoint after a minute",
         file=sys.stderr,

@@ -100,7 +100,7 @@ def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
     return ""
 
 
-def waits_for_any(store: LocalStore) -> bool:
+def has_save_in_doubt(store: LocalStore) -> bool:
     """Whether `status` shows a save in doubt here. A save that waits for no node does not count: an agent settles it."""
     agent = None
     try:

@@ -48,13 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
     store, unread = open_store(arguments.root), frozenset[str]()
     if not arguments.dry_run:
         # Announced first: of two drains at the same time, the later one does not count copies on the other node.
-        _tell_agent(store, is_drained=True)
+        _announce_drained(store, is_drained=True)
         unread = read_all(store).silent_nodes  # all other agents have now recorded their bad copies
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):
         if not arguments.dry_run:
-            _tell_agent(store, is_drained=True)  # again: an agent that was restarted meanwhile has lost the mark
+            _announce_drained(store, is_drained=True)  # again: an agent that was restarted meanwhile has lost the mark
         seen = look_at_nodes(store)
         plan = _plan(seen, unread)
         # A failed action would fail again: the user first needs to see its error.
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     drained = _Drained(seen, plan, done, failed, stays, others, unread & seen.holdings_by_node.keys())
     # The node stays: drains of other nodes may count on its copies again.
     if not (arguments.dry_run or drained.is_empty):
-        _tell_agent(store, is_drained=False)
+        _announce_drained(store, is_drained=False)
     if arguments.json:
         print(json.dumps(drained.to_json(), indent=2))
     else:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK if drained.is_empty else ExitCode.FAILED
 
 
-def _tell_agent(store: LocalStore, *, is_drained: bool) -> None:
+def _announce_drained(store: LocalStore, *, is_drained: bool) -> None:
     """Has this node's agent announce that the node is drained, until it exits. Raises AgentUnavailable, StoreError."""
     with AgentClient(start_agent(store)) as client:
         client.call("POST", "/v1/drained", {"is_drained": is_drained})

@@ -169,7 +169,7 @@ def describe_room(room: Room | None) -> str:
 
 
 def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Iterator[str]:
-    """One line, for the newest checkpoint with diverged replicas: once a run has diverged, all its saves have them."""
+    """One line, for the newest checkpoint with diverged replicas. All later saves of such a run have them, too."""
     manifests = [seen.manifests[row.save_id] for row in rows if row.save_id in seen.manifests]
     diverged = sorted((one for one in manifests if one.divergences), key=lambda one: one.created_unix_s)
     if diverged:
@@ -213,7 +213,7 @@ def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_protection(found: Mapping[str, Any], seen: NodesSeen, *, is_good: bool) -> Iterator[str]:
-    """`is_good`: every checkpoint has its copies now. The last round may have found otherwise."""
+    """The state of re-protection. Nothing if `is_good`: every checkpoint has its copies now."""
     if is_good:
         return
     if not found["rounds"]:

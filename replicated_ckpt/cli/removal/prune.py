@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     remover = Remover.look(open_store(arguments.root), arguments)
     remover.leaves_to_policies = True
-    # Clusters may share a prefix: runs that no node here knows may be another cluster's.
+    # Clusters may share a prefix: runs of which no node here has a save may be another cluster's.
     others = set() if arguments.force else remover.find_others()
-    removables = [one for one in remover.removables() if one.candidate.save_id not in others]
+    removables = [one for one in remover.list_removable() if one.candidate.save_id not in others]
     verdicts = plan_prune(removables, retention, remover.wanted_by)
     going = {(verdict.checkpoint_id, verdict.save_id) for verdict in verdicts if not verdict.is_kept}
     chosen = [row for row in remover.rows if (row.checkpoint_id, row.save_id) in going]

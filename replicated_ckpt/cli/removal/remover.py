@@ -16,7 +16,7 @@ from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list
 from replicated_ckpt.cli.look.given_nodes import as_owner
 from replicated_ckpt.cli.look.given_root import add_root_argument, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
-from replicated_ckpt.cli.look.progress import say_if_slow, show_progress
+from replicated_ckpt.cli.look.progress import print_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.manifest import metrics_of
@@ -116,7 +116,7 @@ class Remover:
         rows = list_checkpoints(seen, None if target is None else list_bucket(target))
         return cls(store, arguments, agent, target, seen, rows)
 
-    def removables(self) -> list[Removable]:
+    def list_removable(self) -> list[Removable]:
         """The saves as the rules of retention judge them, without saves of unknown manifest and renamed directories."""
         waiting = pending(held.node_report for held in self.seen.holdings_by_node.values())
         return [
@@ -336,13 +336,13 @@ class Remover:
     def _remove_from(self, url: str, row: CheckpointSeen) -> None:
         manifest = self.seen.manifests.get(row.save_id)  # from the first look: the agent's may be removed by now
         if self._target is not None and url == self._target.url:
-            with say_if_slow(url), closing(open_client(self._target)) as there:  # credentials from the environment
+            with print_if_slow(url), closing(open_client(self._target)) as there:  # credentials from the environment
                 remove_save(Bucket(there), row.checkpoint_id, row.save_id, manifest)
             return
         raw = b"" if manifest is None else manifest.encode()
         told = raw.decode() if len(raw) <= _TOLD_BYTES_MAX else ""
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url, "manifest": told}
-        with say_if_slow(url):
+        with print_if_slow(url):
             self._ask_agent("/v1/object/remove", named)
 
     def _ask_agent(self, path: str, document: Mapping[str, Any]) -> Mapping[str, Any]:

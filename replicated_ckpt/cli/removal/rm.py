@@ -75,7 +75,7 @@ def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_b
     if not keeps_bucket and runs and any(row.state == IN_BUCKET and row.lineage not in runs for row in chosen):
         return "in the bucket is of a run that no node here has; --keep-in-bucket keeps it there"
     # Without it the run could not resume.
-    if find_last_good(remover.removables(), {row.save_id for row in chosen}):
+    if find_last_good(remover.list_removable(), {row.save_id for row in chosen}):
         return _describe_last_good(remover, chosen)
     if keeps_bucket and any(row.bucket == "on its way" and {*row.nodes} <= {remover.seen.own_node} for row in chosen):
         return "is not in its bucket yet, as its upload has not ended, and is on no other node"

@@ -11,7 +11,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import FULL, IN_BUCKET, CheckpointSeen, describe_absent, list_checkpoints
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, repeat_command
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
-from replicated_ckpt.cli.look.progress import say_if_slow, show_progress
+from replicated_ckpt.cli.look.progress import print_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (outcome.refused or arguments.dry_run):
         _drop(store, manifest, outcome)
         if target is not None:
-            with say_if_slow(target.url), closing(open_client(target)) as client:
+            with print_if_slow(target.url), closing(open_client(target)) as client:
                 slim_in_bucket(Bucket(client), arguments.id, manifest.save_id)
             outcome.in_bucket = target.url
     if arguments.json:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_refusal(manifest: Manifest, rows: Sequence[CheckpointSeen], seen: NodesSeen) -> str:
-    """Why it stays full without --force, as a phrase that follows its id. "": it may be slimmed."""
+    """Why the save stays full without --force, as a phrase that follows its id. "": it may be slimmed."""
     if manifest.is_slim:
         return ""
     others = (row for row in rows if row.save_id != manifest.save_id and row.lineage == manifest.lineage)

@@ -176,16 +176,16 @@ class ItemDamaged(ValueError):
     """An item begins like a zip container, but is damaged, or a record differs from its CRC32."""
 
 
-def check_range(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
+def check_range(fetch: Fetch, size_bytes: int, *, must_check: bool = False) -> Verdict:
     """Reads one item of `size_bytes` and checks it by its own CRC32s.
 
-    `must_tell`: an item that cannot be checked counts as damaged, because the footer of its shard is damaged.
+    `must_check`: an item that cannot be checked counts as damaged, because the footer of its shard is damaged.
 
     Raises:
-        ItemDamaged: with the expected and found values; with `must_tell` also if the item cannot be checked.
+        ItemDamaged: with the expected and found values; with `must_check` also if the item cannot be checked.
     """
     verdict = _check_item(fetch, size_bytes)
-    if must_tell and verdict is Verdict.UNCHECKED:
+    if must_check and verdict is Verdict.UNCHECKED:
         raise ItemDamaged("the shard's footer of checksums is damaged, and the item has none of its own")
     return verdict
 

@@ -264,7 +264,9 @@ class _Follower:
 
 
 class _Opcode(NamedTuple):
-    """`width`: bytes of its argument, or (`is_sized`) of the argument's length. One of the other fields is set.
+    """How the follower handles one opcode.
+
+    `width`: bytes of its argument, or (`is_sized`) of the argument's length. One of the other fields is set.
 
     `value` makes the pushed item from the argument; `step` works on the stack; `special` handles the whole opcode.
     """

@@ -15,7 +15,8 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node to be placed. Nodes are passed in rank order. `domains`: from `list_domains`; (): the node fails alone.
+    """A node to be placed. Nodes are passed in rank order. `domains`: from `list_domains` in
+    `core/manifest.py`; (): the node fails alone.
 
     `state`: equal for nodes whose ranks have the same values, which then need not send them to each other.
     """

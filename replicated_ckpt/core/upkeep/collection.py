@@ -36,7 +36,7 @@ def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal
     )
 
 
-def find_in_the_way(
+def find_blocking(
     own: Sequence[Holding], manifest_by_save: Mapping[str, Manifest], whole: WholeVersions
 ) -> tuple[Removal, ...]:
     """The published versions of a node that block a newer version of their run, because files have the same names.

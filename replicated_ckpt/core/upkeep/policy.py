@@ -54,7 +54,7 @@ class Policy:
 
 
 def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
-    """Agents of older versions send only the first two fields, or the first five."""
+    """The retention in a policy. Agents of older versions send only the first two fields, or the first five."""
     later = {name: fields[name] for name in ("keep_best", "best_is", "full_last", "keep_period") if name in fields}
     return Retention(keep_last=fields["keep_last"], keep_every=fields["keep_every"], **later)
 
@@ -78,15 +78,15 @@ def find_series_name(checkpoint_id: str) -> str | None:
     return f"{run}-{name}/{step}" if run else f"{name}/{step}"
 
 
-def merge_policies(own: Policy, heard: Policy) -> Policy:
+def merge_policies(own: Policy, received: Policy) -> Policy:
     """The newer of two policies of one scope and tier. If one save set different ones, everything is kept.
 
     The result does not depend on the order in which nodes exchange policies, so all nodes agree in the end.
     """
-    if own.revision != heard.revision:
-        return max(own, heard, key=lambda policy: policy.revision)
+    if own.revision != received.revision:
+        return max(own, received, key=lambda policy: policy.revision)
     # Keeping everything is the only answer that removes nothing wanted by either.
-    return own if own.retention == heard.retention else replace(own, retention=None)
+    return own if own.retention == received.retention else replace(own, retention=None)
 
 
 def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:

@@ -217,7 +217,7 @@ class _Planning:
                 taken = tuple(sorted(node for node, other in published.items() if other.lineage != lineage))
                 self.short[known:] = [_where_taken(one, save, taken) for one in self.short[known:]]
                 if save is whole:
-                    break  # older ones of the lineage give way to it: they get no copies
+                    break  # it supersedes older ones of the lineage, which get no copies
         self._add_foreign(checkpoint)
 
     def _find_published(self, checkpoint: _Checkpoint) -> dict[str, Version]:

@@ -255,8 +255,8 @@ def plan_retention(
     another name than their manifest's, which a user has renamed.
 
     `in_doubt`: a silent node may return with files. Then a save counts as whole only with all its copies on nodes that
-    answer, and a save with a shard missing there is kept, since the silent node may have it. If fewer nodes answer than
-    copies are wanted, one copy on each counts as all: older saves there would be lost with the same nodes.
+    answer. A save that lacks a shard there is kept, because the silent node may have the shard. If fewer nodes answer
+    than copies are wanted, one copy on each counts as all: older saves there would be lost with the same nodes.
     """
     up = [node for node in nodes if node.presence is Presence.UP]
     holdings = _holdings_by_save(manifest_by_save, up)

@@ -18,7 +18,7 @@ class UploadPlan:
 
 @dataclass
 class UploadState:
-    """The progress of one upload, as this node knows it. `state`: "pending", "committed" or "superseded".
+    """The progress of one upload, as far as this node has seen it. `state`: "pending", "committed" or "superseded".
 
     `kind` is the class of the last error. `is_denied`: a retry does not help; also set if another run's save supersedes it.
     `failing_s`: the time since the first of the failed tries, if none has succeeded since. `shards_there`: the number of

@@ -17,7 +17,7 @@ from replicated_ckpt.agent.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_lineage
-from replicated_ckpt.core.lineage import Histories, History, believe, histories_from_json, merge_histories
+from replicated_ckpt.core.lineage import Histories, History, accept_sequence, histories_from_json, merge_histories
 from replicated_ckpt.core.rank_report import Span
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
@@ -386,6 +386,6 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
 def _limit_sequences(reported: Histories, own: Histories) -> Histories:
     """The lineages that a node reported, with sequence numbers limited to a plausible distance ahead of this node's own."""
     return {
-        lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
+        lineage: History(accept_sequence(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
         for lineage, one in reported.items()
     }

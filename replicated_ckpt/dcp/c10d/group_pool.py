@@ -38,7 +38,7 @@ class PooledGroup:
 
     @property
     def group(self) -> Any:
-        """Raises ConfigInvalid if the job's process groups were destroyed meanwhile."""
+        """The acquired process group. Raises ConfigInvalid if the job's process groups were destroyed meanwhile."""
         pool = self._pool()
         if pool is None:
             raise ConfigInvalid(

@@ -33,16 +33,16 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
     if directory is None or is_of_another(directory):  # another user's files are not trusted
         return fetch()
     path = directory / NAME
-    if (raw := _read_left(path, sha256)) is not None:
+    if (raw := _read_shared(path, sha256)) is not None:
         return raw
     with _lock_alone(directory) as is_alone:
-        # Another rank may have left it while this one waited for the lock.
-        if (raw := _read_left(path, sha256)) is not None:
+        # Another rank may have written it while this one waited for the lock.
+        if (raw := _read_shared(path, sha256)) is not None:
             return raw
         raw = fetch()
         # Without the lock another rank may be writing the same file.
         if is_alone:
-            _leave(path, raw)
+            _write_shared(path, raw)
     return raw
 
 
@@ -63,7 +63,7 @@ def _lock_alone(directory: Path) -> Iterator[bool]:
             yield True
 
 
-def _read_left(path: Path, sha256: str) -> bytes | None:
+def _read_shared(path: Path, sha256: str) -> bytes | None:
     try:
         raw = read_private(path)
     except (OSError, StoreDenied):  # there is no file that this rank can read, so it fetches
@@ -72,7 +72,7 @@ def _read_left(path: Path, sha256: str) -> bytes | None:
     return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
 
 
-def _leave(path: Path, raw: bytes) -> None:
+def _write_shared(path: Path, raw: bytes) -> None:
     try:
         write_file(path, raw, 0o600, is_flushed=False)  # after a crash no rank needs it
     except OSError as exc:

@@ -159,7 +159,7 @@ class Process:
     pid: int
     started: str
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process runs or is stopped. A zombie counts as ended. True if /proc cannot be read."""
         try:
             state, started = state_and_start(self.pid)
@@ -172,7 +172,7 @@ class Process:
 
     def is_stopped(self) -> bool:
         """Whether /proc shows the process as stopped, by a signal or a debugger."""
-        return self.lives() and is_stopped(self.pid)
+        return self.is_alive() and is_stopped(self.pid)
 
 
 class Presence:
@@ -209,7 +209,7 @@ class Presence:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
         for mate in list(self._mates.values()):  # another thread's call may add one
             # Compared as a whole: a restarted rank is another process under the same rank.
-            if self._lost.get(mate.rank) != mate and not mate.lives():
+            if self._lost.get(mate.rank) != mate and not mate.is_alive():
                 self._append("lost", mate)
                 self._lost[mate.rank] = mate
         return self._lost
@@ -263,7 +263,7 @@ class _Known:
         os.register_at_fork(after_in_child=self._inherit)
 
     def _inherit(self) -> None:
-        """In a forked child: the groups are those of its parent's job, in which it is not a rank."""
+        """In a forked child: records the parent's default group. In that group this process is not a rank."""
         group = dist.group.WORLD if dist.is_available() else None
         self._inherited = (lambda: None) if group is None else weakref.ref(group)
 

@@ -212,12 +212,12 @@ class Reporter:
     def more(self, count: int) -> None:
         """Adds bytes that were read and written."""
         self._done_bytes += count
-        self._tell("writing", self._done_bytes)
+        self._report_progress("writing", self._done_bytes)
 
     def verifying(self) -> None:
         """Reports that everything was written, and is being read back."""
-        self._tell("verifying", self._total_bytes)
+        self._report_progress("verifying", self._total_bytes)
 
-    def _tell(self, step: str, done_bytes: int) -> None:
+    def _report_progress(self, step: str, done_bytes: int) -> None:
         if self._progress is not None:
             self._progress(Progress(step, done_bytes, self._total_bytes))

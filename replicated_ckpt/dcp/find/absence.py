@@ -31,7 +31,7 @@ THERE_ARE_OTHERS = " There are others:"
 _SHOWN_MAX = 3
 
 
-def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
+def hint_if_not_found(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
     """The hint if a search found nothing; None if the error's own hint fits."""
     root, is_bucket_alone = store.root, isinstance(store, EmptyStore)
     # A common mistake: the checkpoint's own directory as root.
@@ -103,7 +103,7 @@ def describe_absence(
     newest = Newest.parse(checkpoint_id)
     what = f"No checkpoint {checkpoint_id!r}" if newest is None else newest.describe_absence()
     there = f"{THERE_ARE_OTHERS} {list_some(sorted(map(repr, others)), _SHOWN_MAX)}." if newest and others else ""
-    hint = hint_where_none_is(store, checkpoint_id, are_all_asked=not unreached)
+    hint = hint_if_not_found(store, checkpoint_id, are_all_asked=not unreached)
     return CheckpointNotFound(f"{what} was found.{there} Searched: {where}.", hint, unreached=unreached)
 
 
@@ -129,7 +129,7 @@ class NewerSaves:
         if isinstance(error, ManifestVersionUnknown):
             self.record_newer(place, checkpoint_id)
 
-    def tell(self) -> tuple[str, ...]:
+    def describe_all(self) -> tuple[str, ...]:
         """A sentence for each of them, with its place."""
         return tuple(self._told_by_id.values())
 
@@ -149,8 +149,8 @@ def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
     named = node if node.startswith("node ") else f"node {node}"
     place, why = OBJECT_STORE if node == OBJECT_NODE else named, getattr(error, "message", str(error))
     # Unreachable is not missing: the shard may still lie there.
-    is_heard = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
-    return f"{place}: {why}" if is_heard else f"{place}{NOT_REACHED} ({why})"
+    is_reached = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
+    return f"{place}: {why}" if is_reached else f"{place}{NOT_REACHED} ({why})"
 
 
 def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:

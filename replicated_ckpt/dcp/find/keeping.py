@@ -56,7 +56,7 @@ def survey_and_keep(
                 raise
             gone = surveyor.moved
         else:
-            without, late = tell_load([*survey.addresses, *own], survey, world)
+            without, late = announce_load([*survey.addresses, *own], survey, world)
             survey = replace(survey, silent=tuple(sorted(late)))
             # Only nodes that listed the save count: the load's other nodes never had it.
             gone = surveyor.moved | {(node, survey.found.save_id) for node in without} & surveyor.listed
@@ -68,7 +68,7 @@ def survey_and_keep(
     return survey
 
 
-def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> tuple[set[str], set[str]]:
+def announce_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> tuple[set[str], set[str]]:
     """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are
     newer.
 
@@ -90,19 +90,19 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
 
     full = {holding.node_id for holding in survey.found.holdings if not holding.is_slim}
 
-    def tell(address: AgentAddress) -> bool:
+    def announce(address: AgentAddress) -> bool:
         with AgentClient(address) as client:
             answer = client.call("POST", "/v1/sequence", document)
         is_slimmed = answer.get("is_slim") is True and address.node_id in full
         return answer.get("is_here") is not False and not is_slimmed
 
-    outcome = FanOut.run((address for address in addresses if address.node_id not in silent), tell)
+    outcome = FanOut.run((address for address in addresses if address.node_id not in silent), announce)
     silent |= {address.node_id for address, error in outcome.errors.items() if is_time_out(error)}
     return {address.node_id for address, is_here in outcome.results.items() if not is_here}, silent
 
 
 def count_restore(store: LocalStore, survey: Survey) -> None:
-    """Records a restore on this node if no agent runs that `tell_load` could ask. Only logs an error."""
+    """Records a restore on this node if no agent runs that `announce_load` could ask. Only logs an error."""
     if not survey.lineages:
         return
     newest = min(survey.sequence_max, SEQUENCE_FLOOR_MAX)

@@ -133,7 +133,7 @@ def look_up(
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc
     else:
-        _tell_once(world, survey.skipped)
+        _warn_once(world, survey.skipped)
         return survey.found
     if not isinstance(error, CheckpointNotFound):
         raise error
@@ -145,11 +145,11 @@ def look_up(
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)
     # A misspelled id would silently start the job anew: this is worth a warning.
     if newest is not None and newest.form and THERE_ARE_OTHERS in error.message:
-        _tell_once(world, f"{error.message} A job that restores now would start from the beginning.")
+        _warn_once(world, f"{error.message} A job that restores now would start from the beginning.")
     return None
 
 
-def _tell_once(world: World, told: str) -> None:
+def _warn_once(world: World, told: str) -> None:
     # One rank logs for all; each of them came to the same result.
     if told and told not in _told and world.is_coordinator:
         log.warning("%s", told)

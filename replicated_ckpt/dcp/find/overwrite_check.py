@@ -15,7 +15,7 @@ _ASK_TIMEOUT_S = 3.0
 _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
 
 
-def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
+def check_overwritable(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
     """Checks that the checkpoint with this name can no longer be loaded. `nodes` are those of the new save.
 
     The checkpoint may be replaced only if a part is missing although all nodes in its manifest have answered, and none of
@@ -75,7 +75,7 @@ def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
     found = [
         *(f"save {save.save_id} of another run on node {', '.join(_nodes_of(save))}" for save in others),
         *(f"files on node {each.node_id} without a readable manifest" for each in unknown),
-        *surveyor.newer.tell(),
+        *surveyor.newer.describe_all(),
     ]
     if found:
         raise CheckpointExists(

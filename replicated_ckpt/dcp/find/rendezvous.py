@@ -12,7 +12,7 @@ from replicated_ckpt.agent.launch import can_hold_agent, is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.lineage import believe
+from replicated_ckpt.core.lineage import accept_sequence
 from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.core.upkeep.marks import Marks
 from replicated_ckpt.core.upkeep.policy import scope_of
@@ -145,7 +145,7 @@ def _agree(
             decision = board.decision("load", nonce, wait_s, before)
         except ReplicatedCkptError:
             raise
-        except BaseException as exc:  # noqa: BLE001 - a signal, as a rule; told to the other ranks, then raised
+        except BaseException as exc:  # noqa: BLE001 - a signal, as a rule; sent to the other ranks, then raised
             failure = exc
             # Replaces the post: the others would otherwise wait for this rank, or go on without it.
             board.repost("load", {**_failure_post(world, exc), "in_step": post["in_step"]}, nonce)
@@ -185,7 +185,7 @@ def _register(
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None
-    except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
+    except BaseException as exc:  # noqa: BLE001 - sent to the other ranks, then raised
         return _failure_post(world, exc), exc
 
 
@@ -200,7 +200,9 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
     found = survey.found
     if survey.lineages and survey.lineages[0].lineage == found.version.lineage:
         # A damaged peer's huge sequence must not become this run's next one.
-        newest = replace(found.version, sequence=max(found.sequence, believe(survey.sequence_max, found.sequence)))
+        newest = replace(
+            found.version, sequence=max(found.sequence, accept_sequence(survey.sequence_max, found.sequence))
+        )
         remember(store, found.checkpoint_id, newest)
     return survey
 
@@ -269,7 +271,7 @@ def _coordinate(
         outcome: Mapping[str, Any] = {"survey": survey(check_all_posted(posts, problem)).to_json()}
     except ReplicatedCkptError as exc:
         outcome = {"error": pack_error(exc)}
-    except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
+    except BaseException as exc:  # noqa: BLE001 - sent to the other ranks, then raised
         failure, outcome = exc, _failure_post(world, exc)
     # The first collection was interrupted. The posts are collected once more, so that each rank gets an answer.
     posts = posts or board.collect("load", LINGER_S, stale)[0]

@@ -211,7 +211,7 @@ class Surveyor:
         self._hung, self._ranks_on = seen.keys(), {*expected}
         self._lineage, self._sequence_max = lineage, 0
         self._lineages: tuple[LineageFound, ...] = ()
-        self._expected = {*expected, OBJECT_NODE}  # not nodes met in earlier jobs: those may be gone for good
+        self._expected = {*expected, OBJECT_NODE}  # not the nodes of earlier jobs: those may have been removed
         self.unreached: list[str] = []
         self.listed: set[tuple[str, str]] = set()
         self.moved: set[tuple[str, str]] = set()
@@ -230,9 +230,10 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard precedes a newer one that lacks a shard, that has known damage in a shard's
-        only copy, or whose metadata some ranks cannot read. If no save is whole, an explicit id still gives its newest
-        save: a load may need only the remaining part. A checkpoint of stock torch counts as older than any of this package.
+        A save with a copy of every shard precedes a newer one that not all ranks can read. Such a save lacks a shard, has
+        known damage in a shard's only copy, or has metadata that some ranks cannot read. If no save is whole, an
+        explicit id still gives its newest save: a load may need only the remaining part. A checkpoint of stock torch
+        counts as older than any of this package.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: there is no such save. ManifestVersionUnknown: only a newer
@@ -400,7 +401,7 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         # The scrub may have found damage that a listing by name and size cannot show.
-        holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
+        holdings = [*DamageBook.mark_recorded(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         if checkpoint_id is not None:
             self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
         self.unclaimed += UnclaimedFilesReader(self._store, self._own_node).find_files(checkpoint_id)

@@ -21,7 +21,9 @@ FAILURES_MAX = 32
 """How many failures all ranks get as they were raised. Of further failures, they get only the ranks."""
 
 
-def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -> tuple[list[Any], list[LoadReport]]:
+def exchange_outcomes(
+    collectives: Collectives, own: object, report: LoadReport | None
+) -> tuple[list[Any], list[LoadReport]]:
     """Ends the load on this rank. Returns the outcome of each rank as DCP expects it: None, or its failure.
 
     `own`: None, or this rank's failure, wrapped as DCP does. At the coordinator of a successful load this also returns

@@ -25,17 +25,17 @@ from replicated_ckpt.core.reading.windows import CELL_BYTES, ByteRange, Window
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import with_bucket_not_asked
 from replicated_ckpt.dcp.find.choice import describe_lineages
-from replicated_ckpt.dcp.find.keeping import tell_load
+from replicated_ckpt.dcp.find.keeping import announce_load
 from replicated_ckpt.dcp.find.rendezvous import RENDEZVOUS_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
+from replicated_ckpt.dcp.load.ending import exchange_outcomes, outcomes_without
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.load_report import LoadReport, report_to_agent
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata, refuse_dropped
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
-from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
+from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, names_asked, without_items, without_names
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
 from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -206,7 +206,7 @@ class LoadAttempt:
         self._held: list[_Placed] = []
         self._report: LoadReport | None = None
         self._is_followed = False
-        self._let_go: Callable[[], object] = lambda: None
+        self._release_lock: Callable[[], object] = lambda: None
         self.is_met = False
 
     @property
@@ -245,9 +245,9 @@ class LoadAttempt:
         # None: the save has no files here, or they were removed a moment ago. The bytes then come from a peer.
         version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
         if version is not None:
-            self._let_go()
-            # finalize: a load that ends by an exception may never call `let_go`, and the lock would outlive it.
-            self._let_go = weakref.finalize(self, version.release)
+            self._release_lock()
+            # finalize: a load that ends by an exception may never call `release_files`, and the lock would outlive it.
+            self._release_lock = weakref.finalize(self, version.release)
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
@@ -259,15 +259,15 @@ class LoadAttempt:
             report_failed(self._store, "load", wanted, self._world.rank, time.monotonic() - self._started_at, exc)
             raise
 
-    def let_go(self) -> None:
+    def release_files(self) -> None:
         """Releases the lock on this load's files here. Closes this rank's cache if the load ended before it read."""
         with ExitStack() as stack:
             self._take_cache(stack)
-        self._let_go()
+        self._release_lock()
 
     def fail(self, error: BaseException) -> None:
         """Keeps an error, which `prepare` raises."""
-        self.let_go()
+        self.release_files()
         self._failure = error
 
     def read_metadata(self) -> Metadata:
@@ -304,7 +304,7 @@ class LoadAttempt:
     def prepare(self, metadata: Metadata) -> None:
         """Takes the result of `read_metadata`, as DCP passes it on. Raises the error that prevented it."""
         self.check_failure()
-        self._stored.describe(metadata)
+        self._stored.set_metadata(metadata)
         self._saved = metadata.state_dict_metadata
         self._info_by_index: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._prefix = own_prefix(self._survey.found.save_id)
@@ -315,7 +315,7 @@ class LoadAttempt:
         gigabyte.
         """
         self._saved, self._info_by_index, self._places, self._held = {}, {}, None, []
-        self._stored.describe(None)
+        self._stored.set_metadata(None)
 
     def plan(self, plan: LoadPlan, *, keeps_items: bool) -> LoadPlan:
         """The plan, with the windows that this rank would fetch from other nodes. Checks it as
@@ -328,7 +328,7 @@ class LoadAttempt:
             placed = self._place(plan.items)
             self._check(placed)
         except BaseException:
-            self.let_go()
+            self.release_files()
             raise
         self._is_followed = follow_step(self._learn_outcome)
         plan = replace(plan, storage_data=self._remote_needs(placed))
@@ -336,7 +336,7 @@ class LoadAttempt:
         if not keeps_items or type(plan) is not LoadPlan or self._world.blackboard is None:
             return plan
         self._held = placed
-        return hold(plan)
+        return without_items(plan)
 
     def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: as ReplicatedReader.prepare_global_plan."""
@@ -344,7 +344,7 @@ class LoadAttempt:
             warning = describe_not_loaded(self._survey.found.checkpoint_id, self._saved, plans)
             if warning is not None:
                 warn(warning, self._parts.made_at)
-        return plan_sharing(list(map(hand_back, plans)), sorted(self._survey.manifest.shards))
+        return plan_sharing(list(map(without_names, plans)), sorted(self._survey.manifest.shards))
 
     def _check(self, placed: Sequence[_Placed]) -> None:
         """Checks that every item lies in a shard of the save that has a copy somewhere. Raises as `plan`."""
@@ -405,7 +405,7 @@ class LoadAttempt:
         with ExitStack() as stack:
             stack.callback(self._parts.bucket.close)
             cache = self._take_cache(stack)
-            stack.callback(self.let_go)
+            stack.callback(self.release_files)
             # Again: a save that was published here after `meet` must be locked, too.
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
@@ -413,7 +413,7 @@ class LoadAttempt:
             # A node that was silent for the metadata would be silent again: its time-out is paid once.
             reader.findings.silent |= self._silent | self._find_silent_elsewhere(plan.storage_data)
             self._parts.bucket.share_timeout(partial(reader.findings.is_silent, OBJECT_NODE))
-            stack.callback(reader.tell_suspects)
+            stack.callback(reader.report_suspects)
             stack.callback(reader.close)
             exchange = self._join(plan.storage_data, cache, windows)
             if exchange is not None:
@@ -467,14 +467,14 @@ class LoadAttempt:
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> list[Any]:
         """Every rank gets from the coordinator whether all ranks have read. This ends the load on this rank."""
-        self.let_go()
+        self.release_files()
         self._forget_metadata()
         # Watched collectives notice a dead rank themselves; others would hang in the gather.
         board = None if self._world.watched is not None else self._world.blackboard
         arrival = f"load/arrived/{self._survey.load_id}"
         if board is not None and (lost := board.await_all(arrival, RENDEZVOUS_TIMEOUT_S, "this load")):
             return outcomes_without(lost, collectives, value)
-        outcomes, reports = tell_end(collectives, value, self._report)
+        outcomes, reports = exchange_outcomes(collectives, value, self._report)
         if board is not None and self._world.is_coordinator:
             board.forget(arrival)
         if self._report is not None and outcomes.count(None) == len(outcomes):
@@ -498,7 +498,7 @@ class LoadAttempt:
         holders = {node for node in holders if not reader.findings.is_silent(node)}
         # The pins of nodes that only this rank reads from would expire: the load's begin was minutes ago.
         told = [peer for peer in self._survey.addresses if peer.node_id in holders]
-        reader.findings.silent |= tell_load(told, self._survey, self._world)[1]
+        reader.findings.silent |= announce_load(told, self._survey, self._world)[1]
 
     def _find_silent_elsewhere(self, shared: object) -> frozenset[str]:
         """Nodes that any rank found silent while it read the metadata. This node is left out: its disk is read without

@@ -31,7 +31,7 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import file_path, unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.copy import tell_suspect
+from replicated_ckpt.stores.peer.copy import report_suspect
 from replicated_ckpt.stores.peer.reach import is_time_out
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def read_verified_metadata(
             problems += describe_move(bucket, survey.found.checkpoint_id, survey.found.save_id)
         # Stock torch's file has no checksum by which an agent could check and repair it.
         if copy.address is not None and not survey.unmanaged_warning:
-            tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
+            report_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
     lost = {METADATA_NAME: "every node of the save"}
     raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
 

@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.load_attempt import LoadAttempt, ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
-from replicated_ckpt.dcp.runtime.torch_private import find_call, leaves_plans
+from replicated_ckpt.dcp.runtime.torch_private import find_call, may_omit_items
 from replicated_ckpt.dcp.runtime.user_code import as_checkpoint_exception, find_line
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
@@ -171,9 +171,9 @@ class ReplicatedReader(StorageReader):
         """Drops the reference to the process group, which may end now. This reader must not search or load afterwards."""
         self._process_group = None
 
-    def let_go(self) -> None:
+    def release_files(self) -> None:
         """Releases the last load's lock on files of this node's store, whether or not the load succeeded."""
-        self._attempt.let_go()
+        self._attempt.release_files()
 
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
         """The result of `look` for this reader's store, bucket and lineage, on this process alone."""
@@ -194,7 +194,7 @@ class ReplicatedReader(StorageReader):
         given_id = self._given_id if checkpoint_id is None else checkpoint_id
         self._given_id = given_id
         # The previous load may have failed in the middle: its lock would keep that checkpoint for ever.
-        self.let_go()
+        self.release_files()
         self._attempt = self._begin(given_id)
         # Outside of a DCP call no other rank takes part: `reset` by hand only sets the id.
         if find_call() is not None:
@@ -241,7 +241,7 @@ class ReplicatedReader(StorageReader):
                 raise
             return UnreadMetadata(exc)
         # Called by hand: nothing reads shards afterwards, so the lock is released.
-        self.let_go()
+        self.release_files()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -260,7 +260,7 @@ class ReplicatedReader(StorageReader):
         """
         # A subclass may read the items in its own hooks: then they must be sent with the plan.
         with self._under_way.reporting_failure():
-            return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
+            return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and may_omit_items(self))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """If several ranks of a node need the same window from another node, chooses one of them to fetch it for all.

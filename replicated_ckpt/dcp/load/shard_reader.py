@@ -31,7 +31,7 @@ from replicated_ckpt.stores.local.unmanaged import (
 )
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
+from replicated_ckpt.stores.peer.copy import PeerShard, report_suspect
 from replicated_ckpt.stores.threads import FanOut
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
@@ -97,7 +97,7 @@ class Findings:
                 self.silent.add(node)
                 # The other ranks of the node need not wait for the same time-out.
                 if self.exchange is not None:
-                    self.exchange.tell_silent(node)
+                    self.exchange.mark_silent(node)
             failed = self._failed.setdefault(shard, {})
             if node in failed:
                 return False
@@ -252,7 +252,7 @@ class ShardReader:
             how = "comes last" if isinstance(error.__cause__, TooSlow) else "is not used"
             log.warning("%s of %s on node %s %s: %s", shard, self._manifest.checkpoint_id, node, how, error)
 
-    def tell_suspects(self) -> None:
+    def report_suspects(self) -> None:
         """Has the agents of nodes with bad copies read these again, and repair them.
 
         A node that is silent, or stops answering, is skipped from then on, so all together cost one time-out.
@@ -264,12 +264,12 @@ class ShardReader:
             if node in self._address_by_node and node not in silent:
                 shards_by_node.setdefault(node, []).append(shard)
 
-        def tell(node: str) -> bool:
+        def report(node: str) -> bool:
             at = self._address_by_node[node]
             whys = ((shard, "; ".join(self.findings.failures(shard))) for shard in shards_by_node[node])
-            return all(tell_suspect(at, save.checkpoint_id, save.save_id, shard, why) for shard, why in whys)
+            return all(report_suspect(at, save.checkpoint_id, save.save_id, shard, why) for shard, why in whys)
 
-        FanOut.run(shards_by_node, tell)
+        FanOut.run(shards_by_node, report)
 
     def close(self) -> None:
         for source in self._open.values():

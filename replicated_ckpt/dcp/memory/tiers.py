@@ -77,7 +77,7 @@ def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, An
 
 
 def _count_saves(every: int, disk_every: int) -> int:
-    """The interval, in saves of the run, of each `every`-th save that goes to the disk."""
+    """Converts an interval in checkpoints on the disk into one in saves of the run. 1 stays 1."""
     return every if every == 1 else every * disk_every
 
 

@@ -34,7 +34,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import is_shard_path
 from replicated_ckpt.dcp.metadata.build import COLLISIONS_MAX, DIMENSIONS_MAX
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
-from replicated_ckpt.dcp.runtime.gc_pause import put_off
+from replicated_ckpt.dcp.runtime.gc_pause import pause_collections
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
@@ -193,7 +193,7 @@ class _Located:
 
 def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | None:
     """The columns of the metadata whose pickle has this size and CRC32C; None: it is not regular enough."""
-    with put_off():
+    with pause_collections():
         tensors, there = _tensors(metadata), _Located(metadata.storage_data)
         regular = {name: found for name, entry in tensors.items() if (found := there.order(name, entry.chunks))}
         # The state has only scalars and objects: reading the pickle is as fast.
@@ -256,7 +256,7 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
     if parts[2].max() >= len(paths):
         raise ColumnsInvalid("an item lies in no shard")
     metadata = decode_metadata(bytes(raw[_HEAD.size : _HEAD.size + pickle_bytes]), source)
-    with put_off():
+    with pause_collections():
         chunk_offsets = _give_chunks(_tensors(metadata), parts)
     located = numbers[2 * tensors : 2 * tensors + 3 * items].reshape(3, items).copy()  # a view would keep all of `raw`
     metadata.storage_data = Places(chunk_offsets, paths, located, metadata.storage_data)

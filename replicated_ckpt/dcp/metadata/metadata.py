@@ -19,7 +19,7 @@ from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
 from replicated_ckpt.dcp.metadata.build import build_metadata, reduction_for_all
 from replicated_ckpt.dcp.objects.values import Key, UnknownName
-from replicated_ckpt.dcp.runtime.gc_pause import put_off
+from replicated_ckpt.dcp.runtime.gc_pause import pause_collections
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
@@ -57,7 +57,7 @@ def decode_metadata(raw: bytes, source: str) -> Metadata:
         MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is not metadata at all.
     """
     try:
-        with put_off():
+        with pause_collections():
             # A copy: another thread may register a class meanwhile.
             return build_metadata(follow(raw), len(raw), dict(_registered))
     except UnknownName as exc:

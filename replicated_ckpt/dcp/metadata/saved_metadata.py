@@ -119,7 +119,7 @@ class SavedMetadata(Metadata):
     __hash__ = None  # type: ignore[assignment]
 
 
-def tell_metadata(
+def broadcast_outcome(
     broadcast: Callable[[Any], Any], own: object, store: LocalStore, reference: SavedMetadata | None
 ) -> object:
     """Sends all ranks the save's outcome, by DCP's broadcast. Returns the outcome on this rank, as DCP expects it.

@@ -270,7 +270,7 @@ def _dtype(node: Any, of: Of) -> Any:
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
-"""numpy's types of Python objects and of records. Only their type tells such arrays from arrays that can be loaded."""
+"""numpy's types of Python objects and of records. Only their type marks arrays that cannot be loaded."""
 _CONTAINERS = b"]})t\x85\x86\x87"
 """Opcodes that begin a list or a dict, or end a tuple: an object that is nested too deep has many of them."""
 _SEARCHED_BYTES_MAX = 1 << 20  # the search must not cost more than writing the object

@@ -143,7 +143,7 @@ _by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDi
 
 
 def _find_results(save_id: str, digest: str) -> list[WriteResult]:
-    """Coordinator: the results that a rank refers to, of the save that the decision named."""
+    """Coordinator: the results of a rank that sent only their digest. They are those of the save `save_id`."""
     kept = _by_save.get(save_id)
     # The coordinator was replaced, or its cache dropped: `find_layout` then raises for all ranks together.
     if kept is None or digest not in kept.results_by_digest:

@@ -96,14 +96,14 @@ class CachedLoadPlan(LoadPlan):
     asked: bytes = b""
 
 
-def hold(plan: LoadPlan) -> LoadPlan:
+def without_items(plan: LoadPlan) -> LoadPlan:
     """The plan that is sent in place of `plan`. It has the names in the items, but not the items."""
     names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
     kept: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(LoadPlan)}
     return CachedLoadPlan(**{**kept, "items": CachedReadItems(), "asked": zlib.compress(names.encode(), 1)})
 
 
-def hand_back(plan: LoadPlan) -> LoadPlan:
+def without_names(plan: LoadPlan) -> LoadPlan:
     """The plan that is sent back to its rank. It omits the names, which the rank has."""
     return replace(plan, asked=b"") if isinstance(plan, CachedLoadPlan) else plan
 

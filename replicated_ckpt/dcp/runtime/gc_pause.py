@@ -60,7 +60,7 @@ _watcher: threading.Thread | None = None
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def pause_collections() -> Iterator[None]:
     """Prevents cyclic collections in this process during the block, however long it takes.
 
     With collections, unpickling the metadata of a million items takes three to four times as long.

@@ -166,7 +166,7 @@ def use_collectives(collectives: StepCollectives) -> bool:
     return True
 
 
-def leaves_plans(reader: object) -> bool:
+def may_omit_items(reader: object) -> bool:
     """Whether DCP uses this reader, and a planner that does not change plans. Plans may then be sent without their items.
 
     Seen on torch 2.7 to 2.15: `DefaultLoadPlanner.create_global_plan` and `finish_plan` return their argument. DCP's

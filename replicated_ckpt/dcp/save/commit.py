@@ -30,7 +30,7 @@ from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata, share_parts
 from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts
-from replicated_ckpt.dcp.runtime.gc_pause import put_off
+from replicated_ckpt.dcp.runtime.gc_pause import pause_collections
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
 from replicated_ckpt.dcp.save.save_report import add_phases
 from replicated_ckpt.dcp.save.shard_files import Parts, without_optimizer
@@ -85,7 +85,7 @@ def commit_save(
         # Raised only now: if one rank alone raised earlier, the other ranks would wait for it.
         if isinstance(notes, RefusedNotes):
             raise notes.error
-        with put_off():
+        with pause_collections():
             shards = _make_shard_entries(decision, receipts)
             same, layout = lay_out(decision, shards, metadata, results, layouts, parts)
             raw_metadata, manifest = _make_manifest(

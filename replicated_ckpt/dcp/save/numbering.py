@@ -79,15 +79,15 @@ def open_unreached(store: LocalStore, decision: SaveDecision, host: str) -> None
         StoreUnavailable: this node has a save with this number or a larger one, which loads would prefer. Nothing was
             opened.
     """
-    heard = SequenceFloor(store.agent_directory()).read_all().get(decision.lineage, 0)
+    seen = SequenceFloor(store.agent_directory()).read_all().get(decision.lineage, 0)
     here = store.catalog.histories(scope_of(decision.checkpoint_id)).get(decision.lineage, History(0)).sequence
-    if decision.sequence <= max(heard, here):
+    if decision.sequence <= max(seen, here):
         raise StoreUnavailable(
             f"the agent of node {store.read_node_id()} ({host})",
             "open",
             decision.checkpoint_id,
             "it did not answer when the save began, so the new save was numbered without this node's saves. It is number "
-            f"{decision.sequence} of the run, but this node has seen number {max(heard, here)}, which a load would prefer",
+            f"{decision.sequence} of the run, but this node has seen number {max(seen, here)}, which a load would prefer",
             "Save again: this asks the agent once more. If it still does not answer, load the newest checkpoint, then "
             "save. The save is then numbered after that checkpoint.",
         )

@@ -48,9 +48,9 @@ from replicated_ckpt.dcp.agreement.node_post import (
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.c10d.group_pool import describe_wanted
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.overwrite_check import check_gives_way
+from replicated_ckpt.dcp.find.overwrite_check import check_overwritable
 from replicated_ckpt.dcp.memory.root import MemoryLimit
-from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
+from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, broadcast_outcome
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.dcp.runtime.agent_report import report_ended, report_failed
@@ -116,7 +116,7 @@ class WriterParts:
         # With ack="local", training must not wait for copies. With on_degraded="raise", a differing copy would fail it.
         takes_help = config.copies > 1 and config.on_degraded == "warn" and (config.ack != "local" or is_staged)
         digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
-        # A helper does not know which of this rank's entries lie in a file of their own.
+        # A helper has no list of this rank's entries that lie in a file of their own.
         takes_copies = self.shards.unchanged is None or not self.shards.unchanged.chosen
         given = memory_bytes, wants, len(items), digest, self.help_plans.token, takes_copies
         return SavePost(checkpoint_id, node, *given)
@@ -139,7 +139,7 @@ class LockedSave:
         # A writer that is garbage-collected without `close` must release its lock: agents would wait for it forever.
         weakref.finalize(self, self._open.close)
 
-    def hold(self, store: LocalStore, save_id: str) -> None:
+    def lock(self, store: LocalStore, save_id: str) -> None:
         """Locks the save. This object may have locked it before.
 
         Raises:
@@ -414,7 +414,7 @@ class SaveAttempt:
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> object:
         """Every rank gets the outcome from the coordinator. This ends the save on this rank."""
-        outcome = tell_metadata(collectives.broadcast_object, value, self._store, self._reference)
+        outcome = broadcast_outcome(collectives.broadcast_object, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
             self._report_committed()
         self.close()
@@ -474,7 +474,7 @@ class SaveAttempt:
         if decision.node_of(rank).node_id in decision.unreached:
             open_unreached(self._store, decision, self._post.node.host)
         # Before the first byte: an unlocked save counts as stale, and an agent would remove it.
-        self._held.hold(self._store, decision.save_id)
+        self._held.lock(self._store, decision.save_id)
         # One rank of each node notes the place, which is the same for all ranks of the node.
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
@@ -618,7 +618,7 @@ class SaveAttempt:
                 raise
         own_node = decision.node_of(self._world.rank).node_id
         addresses = [] if self._world.blackboard is None else [node.address for node in decision.nodes]
-        check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
+        check_overwritable(self._store, own_node, addresses, decision.checkpoint_id)
         log.warning("%s exists, but parts of it are lost: this save replaces it", decision.checkpoint_id)
         self._cluster.abort(decision.save_id, "it is opened again, to replace a lost checkpoint")
         # A new id: nodes remember the aborted one, and never open it again.
@@ -626,12 +626,12 @@ class SaveAttempt:
         return self._begin(self._decision)
 
     def _begin(self, decision: SaveDecision) -> Opened:
-        return self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
+        return self._cluster.begin(decision.intent, partial(self._lock_as_coordinator, decision.save_id))
 
-    def _hold_as_coordinator(self, save_id: str) -> None:
+    def _lock_as_coordinator(self, save_id: str) -> None:
         """Locks the save here, so that no agent treats it as stale, however slow other nodes or the planning are."""
         if self._world.blackboard is not None:
-            self._held.hold(self._store, save_id)
+            self._held.lock(self._store, save_id)
 
     @contextmanager
     def _abort_on_error(self) -> Iterator[None]:

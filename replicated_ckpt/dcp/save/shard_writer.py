@@ -55,10 +55,10 @@ class WrittenShard:
     follower: Follower | None = None
 
     def wait(self) -> None:
-        """As of ShardUnderWay."""
+        """As in `ShardUnderWay`."""
 
     def end(self) -> "WrittenShard":
-        """As of ShardUnderWay."""
+        """As in `ShardUnderWay`."""
         return self
 
 

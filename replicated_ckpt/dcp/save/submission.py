@@ -106,7 +106,7 @@ class ShardLayout:
 
 @contextlib.contextmanager
 def _taking_memory() -> Iterator[None]:
-    """Raises StoreUnavailable: the system has no memory left."""
+    """Translates an OSError of the block. Raises StoreUnavailable: the system has no memory left."""
     try:
         yield
     except OSError as exc:

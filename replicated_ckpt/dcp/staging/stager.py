@@ -28,7 +28,7 @@ from replicated_ckpt.errors import RankFailed
 log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT_S = 30.0
-GIVE_WAY_S = 0.05
+RETURN_WAIT_S = 0.05
 """How long the saving thread waits for `dcp.async_save` to return. Otherwise the training thread would wait up to 5 ms
 (`sys.getswitchinterval`) for the saving thread to release the interpreter lock."""
 _POLL_S = 0.02
@@ -83,9 +83,9 @@ class _SaveBehind:
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the previous save has ended.
 
-    The save has ended when the future of `dcp.async_save` is done. If the future is unknown, it has ended when no
-    tensor of the copy is left, when the thread that saved has ended, or if no thread began to save within 30 s of the
-    copy. A copy that something still refers to is never overwritten: the next save gets new memory.
+    The save has ended when the future of `dcp.async_save` is done. If the future is unknown, the save has ended when no
+    tensor of the copy is left, or when the thread that saved has ended. It also counts as ended if no thread began to
+    save within 30 s of the copy. A copy that something still refers to is never overwritten: the next save gets new memory.
 
     With `overlaps`, GPUs still copy when `stage` returns: call `hold_until_copied` before the state changes.
     """
@@ -216,7 +216,7 @@ class Stager:
             self._asked_by, self._is_staged, self._needs_group = None, False, False
             self._behind = None  # `wait_for_staging` waits only for the last save
         else:
-            self._returns.wait(GIVE_WAY_S)
+            self._returns.wait(RETURN_WAIT_S)
             self._returns.set()  # it waits once per save
         self._thread = threading.current_thread()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from replicated_ckpt.dcp.runtime.gc_pause import put_off
+from replicated_ckpt.dcp.runtime.gc_pause import pause_collections
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
 from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
@@ -35,7 +35,7 @@ class StateCopy:
     other tensors made of tensors are rebuilt from the copies. Everything else is copied as by `copy.deepcopy`.
     """
 
-    @put_off()
+    @pause_collections()
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self.size_bytes = 0
         self._state_dict = state_dict
@@ -50,7 +50,7 @@ class StateCopy:
         self._memo: dict[int, Any] = {}
         self._find(state_dict, {})
 
-    @put_off()
+    @pause_collections()
     def make(self, memory: memoryview | None) -> dict[str, Any]:
         """Makes and returns the copy. Call it once.
 

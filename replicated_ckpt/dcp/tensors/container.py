@@ -182,7 +182,7 @@ def save_tensor(tensor: torch.Tensor, stream: Writable) -> None:
     """Writes a container to a stream.
 
     Raises:
-        ReplicatedCkptError: the stream's; torch itself raises the error of closing its archive after a failed write.
+        ReplicatedCkptError: the stream's own error. torch would replace it by that of closing its archive.
     """
     remembering = _Recording(stream)
     try:
@@ -244,7 +244,7 @@ def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()
         save_without_crc32(model, parts)
-        # If torch wrote the data in other pieces than expected, the ends cannot be told from it.
+        # If torch wrote the data in other pieces than expected, it cannot be separated from the ends.
         is_understood = parts.data_bytes == size_bytes
         return (memoryview(bytes(parts.head)), memoryview(bytes(parts.tail))) if is_understood else None
     buffer = io.BytesIO()

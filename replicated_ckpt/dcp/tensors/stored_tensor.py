@@ -53,8 +53,8 @@ class StoredTensors:
         self._metadata: Metadata | None = None
         self._by_kind: dict[tuple[torch.dtype, tuple[int, ...]], StoredTensor | None] = {}
 
-    def describe(self, metadata: Metadata | None) -> None:
-        """From now on items are of this checkpoint; None: of none."""
+    def set_metadata(self, metadata: Metadata | None) -> None:
+        """Sets the checkpoint of the items that `of` gets from now on. None: no layout is known."""
         self._metadata = metadata
 
     def of(self, item: ReadItem, info: StorageInfo) -> StoredTensor | None:

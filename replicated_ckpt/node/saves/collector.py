@@ -12,8 +12,8 @@ from functools import partial
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.collection import (
     WholeVersions,
+    find_blocking,
     find_end_of_in_doubt,
-    find_in_the_way,
     find_replaced,
     find_whole_versions,
     has_several_versions,
@@ -27,8 +27,9 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.full_disk import lacks_room_to_start
 from replicated_ckpt.stores.local.versions.publish import read_decision
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, lacks_room_to_start
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.remove import recycle, retire, slim
 from replicated_ckpt.stores.threads import start_worker
 
@@ -206,7 +207,7 @@ class Collector:
             whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
             for removal in find_replaced(own, whole):
                 self._try(removal, self._store.drop_replaced)
-            for removal in find_in_the_way(own, manifests, whole):
+            for removal in find_blocking(own, manifests, whole):
                 self._try(removal, partial(recycle, self._store.root))
             for save in in_doubt:
                 self._end_in_doubt(save.intent, whole, views)

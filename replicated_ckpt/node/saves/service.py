@@ -154,12 +154,12 @@ class NodeService:
 
     def histories(self, scope: str) -> dict[str, History]:
         """The histories in a directory of checkpoints, from saves that are committed or staged here, and from peers."""
-        heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.read_all().items()}
+        received = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.read_all().items()}
         staged = [
             {note.lineage: History(min(note.sequence, SEQUENCE_FLOOR_MAX))}
             for note in self.store.read_places().values()
         ]
-        return merge_histories([self.store.catalog.histories(scope), heard, *staged])
+        return merge_histories([self.store.catalog.histories(scope), received, *staged])
 
     def learn_sequences(self, sequences: Mapping[str, int], sender: str) -> None:
         """Records sequences that a peer or a rank has sent, within the bounds of `SequenceFloor`."""

@@ -63,7 +63,7 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
     intent = next((staged for staged in service.store.list_staged() if staged.save_id == save_id), None)
     if intent is None:
         raise ObjectMissing(f"node {service.node_id}", "abort", save_id, "it is not staged here", _ENDED)
-    # Ranks that live may still decide it, whatever the operator believes.
+    # Live ranks may still decide it, although the operator takes them for lost.
     if service.is_locked(save_id):
         raise ConfigInvalid(f"Save {save_id} is not aborted: ranks of this node still work on it.", _END_JOB)
     stale_save = StaleSave(intent, f"node {', '.join(sorted(lost))} is lost for good, according to the operator")

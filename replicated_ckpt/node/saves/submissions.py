@@ -23,9 +23,9 @@ from replicated_ckpt.node.saves.shard_copies import WantedCopies, WrittenCopies,
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import write_with_room
+from replicated_ckpt.stores.local.versions.full_disk import write_with_room
 from replicated_ckpt.stores.tee import Buffers, Tee
-from replicated_ckpt.stores.threads import forget_locals, give_way, start_worker, translate_any
+from replicated_ckpt.stores.threads import forget_locals, lower_priority, start_worker, translate_any
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Submissions:
         """
         fill = partial(_fill, shard=shard, descriptors=descriptors, pace=self.pace)
         try:
-            give_way(self.niceness)
+            lower_priority(self.niceness)
             with self._slots:
                 failpoints.reach("agent.submitted")
                 found = write_copies(self._store, shard.copies, Buffers(), fill, is_behind=True)

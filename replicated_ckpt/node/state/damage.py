@@ -104,7 +104,7 @@ class DamageBook:
         return tuple(self._mark_damaged(holding) for holding in holdings)
 
     @classmethod
-    def mark_noted(cls, store: LocalStore, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+    def mark_recorded(cls, store: LocalStore, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
         """As `mark_damaged`, from the agent's file. It writes nothing, so any process may call it."""
         book = cls(store)
         book._bad = {key: found for key, found in book._bad.items() if not book._is_changed(key, found)}

@@ -71,10 +71,10 @@ class MarkBook:
 
         A full book takes no more: a lying peer could otherwise push out the marks of this node's own user.
         """
-        heard = {one: number for one, number in merge_marks(told).rejections.items() if number <= LEARNED_MAX}
+        received = {one: number for one, number in merge_marks(told).rejections.items() if number <= LEARNED_MAX}
         with self._lock:
             known = self._marks.rejections
-            later = {save_id: heard[save_id] for save_id in here if heard.get(save_id, 0) > known.get(save_id, 0)}
+            later = {save_id: received[save_id] for save_id in here if received.get(save_id, 0) > known.get(save_id, 0)}
             later = {one: found for one, found in later.items() if one in known or len(known) < REJECTIONS_MAX}
             if not later:
                 return
@@ -90,9 +90,9 @@ class MarkBook:
         """
         with self._lock:
             restores = dict(self._marks.restores)
-            heard = Restores(newest, {save_id: min(count, RESTORES_MAX)})
+            received = Restores(newest, {save_id: min(count, RESTORES_MAX)})
             # To the end, as the newest: the run that was restored longest ago is forgotten.
-            restores[lineage] = merge_restores(restores.pop(lineage, heard), heard)
+            restores[lineage] = merge_restores(restores.pop(lineage, received), received)
             restores = dict(list(restores.items())[-RUNS_MAX:])
             self._keep_or_log(Marks(self._marks.rejections, restores))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
-from replicated_ckpt.core.lineage import Histories, History, believe, merge_histories
+from replicated_ckpt.core.lineage import Histories, History, accept_sequence, merge_histories
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.node.state.state_file import StateFile
 from replicated_ckpt.stores.local.store import LocalStore
@@ -56,7 +56,7 @@ class SequenceFloor:
                     self._sender_by_lineage[name] = sender
                     of_sender[sender] += name not in here  # a lineage with a save here is real, and does not count
                 known = self._by_lineage.get(name, 0)
-                self._by_lineage[name] = max(known, believe(found, here.get(name, 0)))
+                self._by_lineage[name] = max(known, accept_sequence(found, here.get(name, 0)))
             if self._by_lineage:
                 self._write()
 
@@ -86,7 +86,7 @@ class ReservedSequences:
     """
 
     def __init__(self, store: LocalStore, look: Callable[[str], Histories]) -> None:
-        """`look`: returns the histories that this node knows in a directory of checkpoints."""
+        """`look`: returns this node's histories of a directory of checkpoints."""
         self._store = store
         self._look = look
         self._lock = threading.Lock()

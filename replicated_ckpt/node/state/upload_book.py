@@ -169,7 +169,9 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
 
 @dataclass
 class UploadProgress:
-    """`state`: the public part. `intact`: shards that were found intact in the bucket. Times are from the uploader's clock.
+    """The progress of one upload. Times are from the uploader's clock.
+
+    `state`: the public part. `intact`: shards that were found intact in the bucket.
 
     `is_retired`: this agent has removed the save from the bucket by its retention.
     """
@@ -236,7 +238,7 @@ _Place = tuple[str, int, int, int]
 class UploadedFiles:
     """The keys in buckets of files with unchanged entries, by bucket and file. Safe for concurrent use.
 
-    Files are never written in place, so the same file has the same bytes. After its start an agent knows no keys, and
+    Files are never written in place, so the same file has the same bytes. After its start an agent has no keys, and
     uploads each file once.
     """
 

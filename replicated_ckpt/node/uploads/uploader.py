@@ -72,7 +72,7 @@ class PausedUploads:
                 self._changed.notify_all()
 
     @contextmanager
-    def hold(self, save_id: str) -> Iterator[None]:
+    def pause(self, save_id: str) -> Iterator[None]:
         """Pauses the upload of a save inside the block. Waits up to HELD_WITHIN_S for a request in progress."""
         with self._changed:
             self._paused[save_id] += 1
@@ -319,7 +319,7 @@ class Uploader:
 
     def _advance(self, manifest: Manifest, upload: UploadProgress) -> bool:
         """Uploads this node's part of a save; returns whether the save is committed in the bucket afterwards."""
-        bucket, save_id = self._open_patiently(upload.state.url), manifest.save_id
+        bucket, save_id = self._open_with_retries(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and self._is_whole(bucket, manifest, there, upload):
             tidy_after(bucket, manifest, there)
@@ -349,7 +349,7 @@ class Uploader:
             uploads[gone].is_retired = uploads[gone].state.url == upload.state.url
         return True
 
-    def _open_patiently(self, url: str) -> Bucket:
+    def _open_with_retries(self, url: str) -> Bucket:
         """Opens a bucket that retries requests for LOOK_AGAIN_S. A try makes about twenty: one failure must not end it."""
         client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(

@@ -213,7 +213,7 @@ class Bucket:
             raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "no such file")
         directory = f"{save.checkpoint_id}/{save.mark.prefix}"
         if save.mark.is_slim:
-            # While its optimizer is removed, `.manifest.json` may still be the full save's. Afterwards only that exists.
+            # During slimming, `.manifest.json` may still be that of the full save. After it, this file is the only one.
             with contextlib.suppress(ManifestInvalid, ObjectMissing):
                 return self._manifest_at(f"{directory}{SLIM_MANIFEST_NAME}", save.mark)
         return self._manifest_at(f"{directory}{MANIFEST_NAME}", save.mark)

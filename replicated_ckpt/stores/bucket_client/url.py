@@ -169,7 +169,7 @@ class ObjectTarget:
         return self.scheme in PROCESS_LOCAL_SCHEMES
 
     def scrub(self, text: str) -> str:
-        """`text` without any value of the options."""
+        """The text without any value of the options."""
         # Longest first: a secret that contains another one would be left in pieces.
         for secret in sorted(self._secrets(), key=len, reverse=True):
             text = text.replace(secret, "***")

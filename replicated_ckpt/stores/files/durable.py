@@ -181,7 +181,7 @@ def write_file(
     Without `is_flushed`, it may hold anything after a power loss. Without `is_name_flushed`, it may hold the old bytes or
     be missing after a power loss, until the caller fsyncs its directory. On an error no temporary file is left.
     """
-    # The pid lets `remove_broken_off_writes` tell a killed writer's file from a running one's.
+    # By the pid, `remove_broken_off_writes` distinguishes a killed writer's file from a running one's.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     # O_NOFOLLOW: another user may have put a link there, to a file of ours.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)

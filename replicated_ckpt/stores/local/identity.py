@@ -18,7 +18,7 @@ from replicated_ckpt.stores.files.durable import (
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.ownership import claim_root
 from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_identity
-from replicated_ckpt.stores.local.versions.recycled import keep_room_to_start
+from replicated_ckpt.stores.local.versions.full_disk import keep_room_to_start
 
 FRESH_IDENTITY = f".{NODE_NAME}."
 """Prefix of the temporary name under which an identity is written first."""

@@ -20,7 +20,7 @@ from replicated_ckpt.stores.local.directories.committed import Committed, open_d
 from replicated_ckpt.stores.local.directories.looked import crc_of_footer
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.unclaimed import read_unclaimed_files, tell_crc
+from replicated_ckpt.stores.local.unclaimed import find_crc, read_unclaimed_files
 from replicated_ckpt.stores.verified import Expected
 
 PIECE_BYTES = 4 << 20
@@ -136,7 +136,7 @@ class Inspector:
     def _of_unclaimed_files(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
         """Findings of a directory without a valid manifest. A checkpoint of stock torch needs none: no findings."""
         claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
-        unclaimed = read_unclaimed_files(directory, self._node_id, tell_crc, self._holds, claimed)
+        unclaimed = read_unclaimed_files(directory, self._node_id, find_crc, self._holds, claimed)
         if unclaimed is None:
             return
         self.unclaimed.append(unclaimed)

@@ -52,6 +52,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent, note_place
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.shard_file import CommittedShard, link_shard
+from replicated_ckpt.stores.local.versions.full_disk import try_with_room, write_with_room
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
     check_replaceable,
@@ -65,7 +66,6 @@ from replicated_ckpt.stores.local.versions.publish import (
     read_decision,
     remove_unmanaged,
 )
-from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
 from replicated_ckpt.stores.local.versions.remove import (
     finish_removals,
     finish_slimming,
@@ -297,7 +297,7 @@ class LocalStore:
         final, before, staging = self.final(name), self.catalog.find_manifest(name), self.staging(manifest.save_id)
         check_order(manifest, before, intent)
         # Once decided, only the order counts: other nodes may have published it.
-        check_replaceable(self.root, name, intent, gives_way=True)
+        check_replaceable(self.root, name, intent, may_replace=True)
         for shard in list_differing(staging, manifest):
             self._set_aside_staged(manifest.save_id, shard)
         finish_removals(self.catalog, self.catalog.look(name))

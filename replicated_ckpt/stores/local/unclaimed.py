@@ -13,7 +13,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _KEPT_MAX = 4096
-Tell = Callable[[str, int], int | None]
+FindCrc = Callable[[str, int], int | None]
 """Finds the CRC32C of a file, given its name and descriptor, in its own contents; None: it is not there."""
 Holds = Callable[[int, int], bool]
 
@@ -64,20 +64,20 @@ class UnclaimedFilesReader:
             # Bounded: a user's directory may hold any number of files.
             if len(self._crcs) >= _KEPT_MAX:
                 self._crcs.clear()
-            self._crcs[key] = tell_crc(name, fd)
+            self._crcs[key] = find_crc(name, fd)
         return self._crcs[key]
 
 
 def read_unclaimed_files(
     directory: Committed,
     node_id: str,
-    tell: Tell,
+    find: FindCrc,
     holds: Holds = lambda _, __: True,
     claimed: Collection[str] = (),
 ) -> UnclaimedFiles | None:
     """The unclaimed files in a directory; None: no files of a checkpoint. A file that cannot be opened is left out.
 
-    `holds` checks that the bytes behind a descriptor have the CRC32C that `tell` returned. `claimed` are files of versions
+    `holds` checks that the bytes behind a descriptor have the CRC32C that `find` returned. `claimed` are files of versions
     with valid manifests.
     """
     names = [name for name in directory.names() if name not in claimed]
@@ -91,7 +91,7 @@ def read_unclaimed_files(
             continue
         try:
             sizes[name] = os.fstat(fd).st_size
-            told = tell(name, fd)
+            told = find(name, fd)
             is_ours = is_ours or (name != METADATA_NAME and told is not None)
             crcs |= {name: told} if told is not None and holds(fd, told) else {}
         except OSError:
@@ -101,7 +101,7 @@ def read_unclaimed_files(
     return UnclaimedFiles(node_id, directory.checkpoint_id, is_ours, sizes, crcs) if names else None
 
 
-def tell_crc(name: str, fd: int) -> int | None:
+def find_crc(name: str, fd: int) -> int | None:
     """The CRC32C of a file: of `.metadata` from all its bytes, of a shard from its footer.
 
     None: the shard's footer is damaged, or `.metadata` exceeds the size limit.

@@ -177,15 +177,15 @@ class UnmanagedShard(VerifiedShard):
         def at_source(offset: int, length: int) -> memoryview:
             return self._fetch(item.offset + offset, item.offset + offset + length)
 
-        fetch, must_tell = in_span if is_inside else at_source, self._footer.is_damaged
+        fetch, must_check = in_span if is_inside else at_source, self._footer.is_damaged
         try:
-            check_range(fetch, item.length, must_tell=must_tell)
+            check_range(fetch, item.length, must_check=must_check)
         except ItemDamaged:
             # A flip in memory or on the wire is gone at the second read.
             if is_inside:
                 self._fill(span, there.offset)
             try:
-                check_range(fetch, item.length, must_tell=must_tell)
+                check_range(fetch, item.length, must_check=must_check)
             except ItemDamaged as exc:
                 raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
 
@@ -283,7 +283,7 @@ class UnmanagedInspector:
                 yield "blocks as its footer has them", found
             return
         for item in items:
-            found = self._twice(partial(self._check_item, fd, item, must_tell=footer.is_damaged))
+            found = self._twice(partial(self._check_item, fd, item, must_check=footer.is_damaged))
             if found is not None:
                 yield f"item at bytes {item.offset} to {item.end} as torch.save wrote it", found
 
@@ -300,11 +300,11 @@ class UnmanagedInspector:
             return None
         return problem
 
-    def _check_item(self, fd: int, item: ByteRange, *, must_tell: bool) -> None:
+    def _check_item(self, fd: int, item: ByteRange, *, must_check: bool) -> None:
         def fetch(offset: int, length: int) -> memoryview:
             return self._read(fd, item.offset + offset, length)
 
-        self.unchecked += check_range(fetch, item.length, must_tell=must_tell) is Verdict.UNCHECKED
+        self.unchecked += check_range(fetch, item.length, must_check=must_check) is Verdict.UNCHECKED
 
     def _read(self, fd: int, offset: int, length: int) -> memoryview:
         target = memoryview(bytearray(length))

@@ -47,7 +47,7 @@ class Board:
 
     @property
     def pulse_ns(self) -> int:
-        """When the owner last worked, or waited for a source rather than another rank, by the host's monotonic clock."""
+        """When the owner last worked or waited for a source, not for a rank, by the host's monotonic clock."""
         return int(self._words[_PULSE])
 
     def pulse(self, at_ns: int) -> None:
@@ -82,7 +82,7 @@ class Board:
         # Last: a taker that sees the number finds begin, size and checksum already written.
         self._words[start] = number + 1
 
-    def tell_silent(self, node: str) -> None:
+    def mark_silent(self, node: str) -> None:
         """Marks `node` as silent for the node's other ranks. Without a free word it does nothing."""
         mark = _mark(node)
         for index in range(_SILENT, _ENTRIES):
@@ -90,7 +90,7 @@ class Board:
                 self._words[index] = mark
                 return
 
-    def says_silent(self, node: str) -> bool:
+    def is_marked_silent(self, node: str) -> bool:
         return bool(self._words[_SILENT]) and _mark(node) in self._words[_SILENT:_ENTRIES]
 
     def release(self) -> None:

@@ -202,7 +202,7 @@ class Exchange:
         if unit.fetcher in self._lost:
             return Found.NEVER
         board, number = self._others[unit.fetcher].board, self.number_of(unit)
-        # Read before the entry, since the owner writes it after the entry: else a new piece could seem lost.
+        # The owner writes the entry first, so this is read first: otherwise a new piece could seem lost.
         is_over = board.has_left or board.count_passed(unit.fetcher) > number
         there = board.entry(number)[0]
         if there == number:
@@ -248,12 +248,12 @@ class Exchange:
         if is_new:
             log.warning("this rank no longer waits for rank %d of its node, which shows no sign of life", rank)
 
-    def tell_silent(self, node: str) -> None:
-        self._cache.board.tell_silent(node)
+    def mark_silent(self, node: str) -> None:
+        self._cache.board.mark_silent(node)
 
     def is_silent(self, node: str) -> bool:
         """Whether a request of another rank to `node` has timed out."""
-        return any(other.board.says_silent(node) for other in self._others.values())
+        return any(other.board.is_marked_silent(node) for other in self._others.values())
 
     # The end -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The output of a conversion at any URL that fsspec knows: written under part names, in one pass, then moved."""
+"""The output of a conversion at any URL that fsspec supports: written under part names, in one pass, then moved."""
 
 import contextlib
 import uuid

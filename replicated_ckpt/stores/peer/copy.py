@@ -131,7 +131,7 @@ class PeerShard(VerifiedShard):
         self._client.close()
 
 
-def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> bool:
+def report_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> bool:
     """Reports a bad file to its node, whose agent reads it again and repairs it. False, and logged: the report failed."""
     document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
     try:

@@ -40,7 +40,7 @@ def reach_hint(at: Address, error: BaseException) -> str:
     scheme = "https" if at.tls_sha256 else "http"
     itself = f"{_LOOPBACK.format(at.host)} " if is_loopback(at.host) and HOST_ENV in at.origin else ""
     return (
-        f"{itself}{_explain(at, error)} {_tell_origin(at)}On node {at.node_id}, check that its agent runs "
+        f"{itself}{_explain(at, error)} {_describe_origin(at)}On node {at.node_id}, check that its agent runs "
         f"(`replicated-ckpt agent --root ROOT` starts one) and that port {at.port} is open: "
         f"`curl -k {scheme}://{shown}:{at.port}/v1/status` must return 401. "
         f"If other nodes reach it under another address, set {HOST_ENV} to that address there, "
@@ -52,14 +52,14 @@ def wrong_token_hint(at: Address) -> str:
     """The hint if another agent than the expected one answers at the address."""
     why = f" {_LOOPBACK.format(at.host)}" if is_loopback(at.host) else ""
     return (
-        f"An agent of another node than {at.node_id} answers there.{why} {_tell_origin(at)}If the address is "
+        f"An agent of another node than {at.node_id} answers there.{why} {_describe_origin(at)}If the address is "
         f"wrong, set {HOST_ENV} on the node to the one under which others reach it, and start the job again. If "
         "it is right, the node has a new certificate or disk: the next save or load with ranks there announces "
         "the change."
     )
 
 
-def _tell_origin(at: Address) -> str:
+def _describe_origin(at: Address) -> str:
     return f"The address {at.host}:{at.port} comes from {at.origin}. " if at.origin else ""
 
 

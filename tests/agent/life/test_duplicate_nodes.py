@@ -78,7 +78,7 @@ def test_a_peer_without_an_answer_does_not_clear_a_refusal(tmp_path: Path) -> No
     unheard = StoreUnavailable("a peer", "hear", "node b", "greets too often")
     answers = [ConfigInvalid("Two agents are node b."), unheard, unheard, None]
     refusals = []
-    with mock.patch.object(Greeter, "_tell", side_effect=answers):
+    with mock.patch.object(Greeter, "_send_hello", side_effect=answers):
         for _ in answers:
             greeter.greet_all()
             refusals.append([*greeter.describe_refusals()])

@@ -149,7 +149,7 @@ def test_a_certificate_that_changes_during_greetings_is_announced(
         if len(greetings) == 1:
             greeter._register(replace(shown, tls_sha256="2" * 64))
 
-    monkeypatch.setattr(greeter, "_tell", tell)
+    monkeypatch.setattr(greeter, "_send_hello", tell)
     greeter.greet_all()
     greeter.greet_all()
     greeter.greet_all()

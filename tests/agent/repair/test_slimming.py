@@ -34,7 +34,7 @@ def full(store: LocalStore) -> list[int]:
     )
 
 
-def are_full(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
+def wait_until_full(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
     """Waits until the stores hold the optimizer of these steps only."""
     wait_for(lambda: all(full(store) == list(numbers) for store in stores), 20, f"{numbers} full")
 
@@ -57,9 +57,9 @@ def test_each_agent_slims_its_part(tmp_path: Path) -> None:
     with agents(stores) as running:
         for agent in running:
             set_policy(agent, POLICY, revision=4)
-        are_full(stores, [3, 4])
+        wait_until_full(stores, [3, 4])
         assert_unchanged(stores, *running)
-        are_full(stores, [3, 4])
+        wait_until_full(stores, [3, 4])
         with running[0].client() as client:
             wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
             assert client.call("GET", "/v1/status")["protection"]["retention"]["slimmed"] == 2
@@ -78,7 +78,7 @@ def test_a_node_slims_only_by_its_own_ranks_policy(tmp_path: Path) -> None:
     assert slim(stores[0].root, "step-1", manifest.save_id)
     with agents(stores) as running:
         set_policy(running[0], Retention(keep_last=3, full_last=1), revision=3)
-        are_full(stores[:1], [2, 3])  # the other node's ranks have no policy
+        wait_until_full(stores[:1], [2, 3])  # the other node's ranks have no policy
         assert_unchanged(stores, *running)
         assert full(stores[1]) == [1, 2, 3]
         for store in stores:
@@ -90,7 +90,7 @@ def test_a_node_slims_only_by_its_own_ranks_policy(tmp_path: Path) -> None:
         wait_for(lambda: (stores[0].root / "step-1" / ".metadata").read_bytes() == WEIGHTS, 20, "the metadata again")
         meet(*running)
         set_policy(running[1], Retention(keep_last=3, full_last=1), revision=3)
-        are_full(stores, [3])
+        wait_until_full(stores, [3])
     check_weights(stores, [1, 2])
 
 

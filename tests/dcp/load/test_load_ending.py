@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from replicated_ckpt import LoadReport
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
-from replicated_ckpt.dcp.load.ending import FAILURES_MAX, tell_end
+from replicated_ckpt.dcp.load.ending import FAILURES_MAX, exchange_outcomes
 from replicated_ckpt.errors import RankFailed, ShardLost
 from tests.gloo import group_of_one
 
@@ -37,7 +37,7 @@ class Ranks:
 
     def _end(self, rank: int, own: object) -> tuple[list[Any], list[LoadReport]]:
         report = LoadReport.from_dict({**REPORT.as_dict(), "rank": rank}) if own is None else None
-        return tell_end(_Rank(self, rank), own, report)
+        return exchange_outcomes(_Rank(self, rank), own, report)
 
 
 class _Rank:

@@ -112,7 +112,7 @@ def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> No
     reader = ReplicatedReader(tmp_path)
     reader._attempt._cache = RankCache.create(tmp_path, 1, CELL_BYTES)
     assert is_any_cache_locked(tmp_path)
-    reader.let_go()
+    reader.release_files()
     assert not is_any_cache_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

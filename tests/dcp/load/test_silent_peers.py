@@ -190,7 +190,7 @@ def test_a_node_that_does_not_answer_gets_one_report_of_bad_copies(tmp_path: Pat
             reader.findings.record_finding(
                 name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True
             )
-        reader.tell_suspects()
+        reader.report_suspects()
     assert silent.asked == ["POST /v1/suspects"]
 
 

@@ -37,7 +37,7 @@ from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import lacks_room_to_start
+from replicated_ckpt.stores.local.versions.full_disk import lacks_room_to_start
 from tests.agent.agents import stop_agent, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

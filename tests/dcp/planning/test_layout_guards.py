@@ -24,7 +24,7 @@ from replicated_ckpt.core.upkeep.upload_plan import UploadPlan
 from replicated_ckpt.dcp.agreement.decision import decide
 from replicated_ckpt.dcp.metadata import saved_metadata
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
-from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
+from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, broadcast_outcome
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts, PlannerData, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import commit_save
@@ -150,7 +150,9 @@ def test_planner_data_of_a_users_class_is_returned(tmp_path: Path) -> None:
     found = dcp.save({"x": torch.ones(2)}, checkpoint_id="a", storage_writer=writer, planner=planner, no_dist=True)
     assert found.planner_data.words == "kept"
     told: list[Any] = []
-    tell_metadata(lambda value: told.append(pickle.dumps(value)), found, writer.store, SavedMetadata.of("a", "f" * 32))
+    broadcast_outcome(
+        lambda value: told.append(pickle.dumps(value)), found, writer.store, SavedMetadata.of("a", "f" * 32)
+    )
     assert pickle.loads(told[0]).planner_data.words == "kept"
 
 

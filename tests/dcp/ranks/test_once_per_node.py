@@ -45,7 +45,7 @@ class Job:
 
         with ThreadPoolExecutor(len(nonces)) as pool:
             assert list(pool.map(read, range(len(nonces)))) == [fields] * len(nonces)
-        return self.store.calls["get"] - len(nonces)  # each rank also reads its own note
+        return self.store.calls["get"] - len(nonces)  # each rank also reads its own post
 
     def left(self) -> Sequence[bool]:
         return [(node / NAME).exists() for node in self.nodes]

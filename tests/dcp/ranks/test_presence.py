@@ -132,7 +132,7 @@ def test_a_process_may_have_any_name(tmp_path: Path) -> None:
 
 def test_another_process_with_the_same_pid_is_told_apart() -> None:
     """A process with the same pid but another start time counts as ended."""
-    assert not Process(0, os.getpid(), "1").lives()
+    assert not Process(0, os.getpid(), "1").is_alive()
 
 
 def test_a_lost_rank_is_recorded_once(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_ranks_that_join_while_two_threads_check(tmp_path: Path, monkeypatch: py
             here.find_lost()
         return process.pid == os.getpid()
 
-    monkeypatch.setattr(Process, "lives", look_meanwhile)
+    monkeypatch.setattr(Process, "is_alive", look_meanwhile)
     assert here.find_lost() == {}
 
 

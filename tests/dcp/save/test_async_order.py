@@ -117,7 +117,7 @@ class Slow(ReplicatedWriter):
 
 def test_the_saving_thread_lets_async_save_return_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dcp.async_save` returns before the saving thread takes the interpreter, so that training does not wait."""
-    monkeypatch.setattr(stager, "GIVE_WAY_S", TIMEOUT_S)
+    monkeypatch.setattr(stager, "RETURN_WAIT_S", TIMEOUT_S)
     writer = Slow(tmp_path)
     for step in ("step-1", "step-2"):
         writer.order = []

@@ -66,7 +66,7 @@ def once_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None
 
     def arrange(moment: str, act: Callable[[], None]) -> None:
         acts = [act]
-        look, tell = Surveyor._choose, keeping.tell_load
+        look, tell = Surveyor._choose, keeping.announce_load
 
         def act_and_choose(*arguments: Any) -> Any:
             if acts:
@@ -81,7 +81,7 @@ def once_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None
         if moment == "looked":
             monkeypatch.setattr(Surveyor, "_choose", act_and_choose)
         else:
-            monkeypatch.setattr(keeping, "tell_load", act_and_tell)
+            monkeypatch.setattr(keeping, "announce_load", act_and_tell)
 
     return arrange
 

@@ -19,7 +19,7 @@ import pytest
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_MAX
-from replicated_ckpt.core.lineage import BELIEVED_AHEAD
+from replicated_ckpt.core.lineage import ACCEPTED_AHEAD_MAX
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -223,7 +223,7 @@ def test_a_reported_sequence_leaves_room_for_later_saves(tmp_path: Path) -> None
         client.call("POST", "/v1/sequence", {"lineage": "a" * 16, "sequence": 1 << 100, "save_id": SAVE, "reader": "r"})
         document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
         answer = client.call("POST", f"/v1/saves/{SAVE}", document)
-        assert answer["histories"]["a" * 16]["sequence"] == BELIEVED_AHEAD < SEQUENCE_MAX
+        assert answer["histories"]["a" * 16]["sequence"] == ACCEPTED_AHEAD_MAX < SEQUENCE_MAX
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------

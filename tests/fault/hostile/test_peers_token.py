@@ -17,7 +17,7 @@ from replicated_ckpt.agent.http.request import CHECKS_MAX, Checks, Request
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
-from replicated_ckpt.core.lineage import BELIEVED_AHEAD
+from replicated_ckpt.core.lineage import ACCEPTED_AHEAD_MAX
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
@@ -425,11 +425,11 @@ def test_a_reported_sequence_is_limited(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-4", lineage=RUN)
     service = NodeService(store)
-    for told in (SEQUENCE_FLOOR_MAX, SEQUENCE_FLOOR_MAX, 4 + BELIEVED_AHEAD, 4 + BELIEVED_AHEAD + 1):
+    for told in (SEQUENCE_FLOOR_MAX, SEQUENCE_FLOOR_MAX, 4 + ACCEPTED_AHEAD_MAX, 4 + ACCEPTED_AHEAD_MAX + 1):
         service.learn_sequences({RUN: told}, "10.0.0.1")
-        assert service.histories("")[RUN].sequence == 4 + BELIEVED_AHEAD
+        assert service.histories("")[RUN].sequence == 4 + ACCEPTED_AHEAD_MAX
         service = NodeService(store)
-    assert BELIEVED_AHEAD << 20 < SEQUENCE_FLOOR_MAX
+    assert ACCEPTED_AHEAD_MAX << 20 < SEQUENCE_FLOOR_MAX
     assert findings(store) == []
 
 

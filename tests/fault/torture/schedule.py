@@ -286,8 +286,10 @@ class Schedule:
         return any((node.root / attempt.checkpoint_id).is_dir() for node in self.course.cluster.nodes)
 
     def _find_published(self, *, is_done: bool) -> set[str]:
-        """The saves that have their name on some node. A save that waits for a bucket is held back with all its copies.
-        While the cluster waits for an operator, retention may have made a replaced version of a node the newest.
+        """The saves that are published on some node. Their replaced versions may stay on other nodes.
+
+        A save that waits for a bucket keeps all its copies. While the cluster waits for an operator, retention may have
+        made a replaced version of a node the newest.
         """
         if is_done and self.course.policy.object_store is None:
             return set()

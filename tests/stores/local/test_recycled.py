@@ -37,7 +37,8 @@ from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
+from replicated_ckpt.stores.local.versions.full_disk import measure_room
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.throttle import Pace

@@ -245,7 +245,7 @@ def test_ranks_share_what_they_learn_of_silent_nodes(pair: Pair) -> None:
     """After one rank's time-out for a node, the other ranks treat that node as silent."""
     first, second = pair.exchanges
     assert not second.is_silent("node-a")
-    first.tell_silent("node-a")
+    first.mark_silent("node-a")
     assert second.is_silent("node-a")
     assert not second.is_silent("node-b")
 

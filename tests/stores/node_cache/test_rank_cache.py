@@ -117,11 +117,11 @@ def test_other_processes_see_the_board(own: RankCache, other: OtherRankCache) ->
     own.board.pass_pieces(1, 7)
     own.board.leave()
     assert (other.board.count_passed(1), other.board.has_left) == (7, True)
-    assert not other.board.says_silent("node-0")
+    assert not other.board.is_marked_silent("node-0")
     for index in range(9):
-        own.board.tell_silent("node-0")
-        own.board.tell_silent(f"node-{index}")
-    assert [other.board.says_silent(f"node-{index}") for index in range(10)] == [True] * 8 + [False] * 2
+        own.board.mark_silent("node-0")
+        own.board.mark_silent(f"node-{index}")
+    assert [other.board.is_marked_silent(f"node-{index}") for index in range(10)] == [True] * 8 + [False] * 2
     at = other.board.pulse_ns
     own.board.pulse(at - 1)
     assert other.board.pulse_ns == at

@@ -362,7 +362,7 @@ class Catalog:
         return found
 
     def _walk(self, parent: str, depth: int) -> Iterator[Looked]:
-        """`parent` is "" or an id. The directories of other stores inside this root are skipped."""
+        """The directory `parent` and those below it. "" is the root. Skips other stores inside this root."""
         looked = self.look(parent)
         if parent:
             with translate_errors(str(self.root), "look at", parent):

@@ -236,7 +236,7 @@ class Committed:
         os.fsync(self._fd)
 
     def _link(self, name: str, target: Path) -> None:
-        """Gives the file a second name, so that the first always has a file. Without hard links it moves the file."""
+        """Gives the file a second name and keeps the first. Without hard links it moves the file."""
         try:
             self.link(name, target)
         except FileNotFoundError:

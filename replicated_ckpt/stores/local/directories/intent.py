@@ -64,7 +64,7 @@ class Intent:
 
     def admits(self, ticket: str) -> bool:
         """Whether the ticket proves that the sender takes part in this save."""
-        # An intent without a ticket admits nobody; the comparison takes the same time for every guess.
+        # An intent without a ticket admits no sender. The comparison takes the same time for every guess.
         return bool(self.ticket) and hmac.compare_digest(self.ticket.encode(), ticket.encode())
 
     def encode(self) -> bytes:

@@ -286,10 +286,10 @@ def check_decidable(root: Path, intent: Intent) -> None:
             check_replaceable(root, intent.checkpoint_id, intent)
 
 
-def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_way: bool = False) -> None:
+def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, may_replace: bool = False) -> None:
     """Refuses to replace a checkpoint without overwrite, and an id that cannot be a directory of the root.
 
-    A directory without files of a checkpoint may be used; other files in it stay. `gives_way`: an existing checkpoint
+    A directory without files of a checkpoint may be used; other files in it stay. `may_replace`: an existing checkpoint
     may be replaced, as `check_order` decides.
 
     Raises:
@@ -304,7 +304,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_w
         return
     if not is_directory(final):
         raise ConfigInvalid(f"{final} is not a directory; it is not replaced.", _MOVE_AWAY)
-    if holds_checkpoint(final) and not (intent.overwrite or gives_way):
+    if holds_checkpoint(final) and not (intent.overwrite or may_replace):
         raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
 
 

@@ -37,8 +37,9 @@ from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.looked import Looked
+from replicated_ckpt.stores.local.versions.full_disk import write_with_room
 from replicated_ckpt.stores.local.versions.readers import unread
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, write_with_room
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 
 log = logging.getLogger(__name__)
 

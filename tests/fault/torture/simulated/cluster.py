@@ -165,7 +165,7 @@ class Node:
         if self.agent is not None and self.is_up:
             with self.cluster.network.acting(self.agent):
                 self.is_leaving = True
-                self.greeter.say_goodbye()
+                self.greeter.announce_exit()
         self.kill()
 
     def kill(self) -> None:
