@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from replicated_ckpt.agent.launch import can_hold_agent, is_only_read, running_agent
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
@@ -15,9 +17,11 @@ from replicated_ckpt.errors import (
     ShardLost,
     StoreError,
 )
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.node.state.mark_book import MarkBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.copy import report_suspect
 from replicated_ckpt.stores.peer.reach import is_time_out
 from replicated_ckpt.stores.threads import FanOut
 
@@ -111,3 +115,18 @@ def count_restore(store: LocalStore, survey: Survey) -> None:
         book.note_restores(survey.lineages[0].lineage, newest, survey.found.save_id, survey.restores)
     except StoreError as exc:
         log.warning("this restore is not counted: %s", exc)
+
+
+def note_own_suspect(store: LocalStore, save: SaveFound, name: str, why: str) -> None:
+    """Has this node's agent read a bad file again and repair it. Without an agent, records the damage in its place, so
+    that the next load for "latest" skips the save. Only logs an error.
+    """
+    try:
+        agent = None if is_only_read(store) else running_agent(store)
+        if agent is not None:
+            report_suspect(agent.local_address(), save.checkpoint_id, save.save_id, name, why)
+        elif can_hold_agent(store):
+            store.agent_directory()  # creates it
+            DamageBook(store).mark(save.checkpoint_id, save.save_id, name)
+    except ReplicatedCkptError as exc:
+        log.warning("the damage of %s/%s on this node is not recorded: %s", save.checkpoint_id, name, exc)

@@ -11,6 +11,7 @@ from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE, ByteRange, source_orders
 from replicated_ckpt.dcp.find.absence import describe_answer, describe_move, with_bucket_not_asked
+from replicated_ckpt.dcp.find.keeping import note_own_suspect
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import (
     ObjectCorrupt,
@@ -263,6 +264,8 @@ class ShardReader:
         for node, shard in self.findings.suspects():
             if node in self._address_by_node and node not in silent:
                 shards_by_node.setdefault(node, []).append(shard)
+            elif node == self._own_node and node not in silent:  # a load without a process group has no own address
+                note_own_suspect(self._store, save, shard, "; ".join(self.findings.failures(shard)))
 
         def report(node: str) -> bool:
             at = self._address_by_node[node]

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from replicated_ckpt import CheckpointManager, ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.errors import ConfigInvalid, ShardLost
+from replicated_ckpt.node.state.damage import DamageBook
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent, stop_agent, wait_for
+from tests.damage import flip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -189,6 +194,24 @@ def test_lost_checkpoints_are_errors_and_other_names_are_not(tmp_path: Path, cap
         assert (manager.restore_latest(state(0)), manager.latest_step(), manager.all_steps()) == (None, None, ())
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "No checkpoint named step-N was found. There are others: 'epoch-1'." in told
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_damage_that_a_restore_finds_is_skipped_by_the_next_one(tmp_path: Path, has_agent: bool) -> None:
+    """Without a process group, too, a job that is started again gets past a damaged newest checkpoint."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    stop_agent(tmp_path)
+    flip(tmp_path / "step-2" / "__0_0.distcp")
+    with running_agent(tmp_path) if has_agent else nullcontext(), CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointException, match='"latest" skips this one once the damage is recorded'):
+            manager.restore(state(0))
+        wait_for(lambda: DamageBook(LocalStore(tmp_path)).read_all(), 20, "the agent's own read")
+        found = state(0)
+        assert manager.restore(found) == 1
+        assert found["step"] == 1
+        assert main(["verify", "step-1", "--root", str(tmp_path)]) == ExitCode.OK
 
 
 @pytest.mark.parametrize(
