@@ -50,7 +50,7 @@ def test_a_file_is_not_listed_as_an_empty_bucket(tmp_path: Path) -> None:
     """A URL that names a file is an error. A directory that no save has created yet is an empty bucket."""
     (tmp_path / "file").write_bytes(b"x")
     done = command("ls", "--object-store", f"file://{tmp_path}/file")
-    assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
+    assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
     assert f"list file://{tmp_path}/file: it is a file, not a directory. Hint: Correct the URL" in done.stderr
     done = command("ls", "--object-store", f"file://{tmp_path}/none")
     assert done.returncode == ExitCode.OK

@@ -44,3 +44,23 @@ def test_re_protection_waits_only_for_silent_nodes(*, is_silent: bool) -> None:
     agent = {"protection": protection, "object_store": {"pending": {}, "done": 0}}
     waits = [line for line in describe_work(agent, seen, is_good=False) if "waits for the nodes" in line]
     assert bool(waits) == is_silent
+
+
+def test_refused_uploads_are_one_reason_with_ways_out() -> None:
+    """Eight checkpoints whose bucket has a mistyped name are one line of trouble. A note has commands for both ways out."""
+    uploads = {
+        str(number): {
+            "checkpoint_id": f"step-{number}",
+            "url": "s3://typo/x",
+            "error": "no such bucket",
+            "failing_s": 60.0 + number,
+            "is_denied": True,
+        }
+        for number in range(2)
+    }
+    agent = {"protection": {"failed": []}, "object_store": {"pending": uploads, "done": 0}}
+    health = judge_health(NodesSeen("a", {"a": NodeHoldings(())}, {}, {}, {}), [], agent, "", [], Path("/r"))
+    assert list(health.reasons) == ["upload of step-0, step-1 to s3://typo/x has failed for 1 min 1 s: no such bucket"]
+    (note,) = health.notes
+    assert "`replicated-ckpt upload step-1 --root /r --to URL`" in note
+    assert "`replicated-ckpt rm step-1 --root /r --keep-in-bucket --force`" in note

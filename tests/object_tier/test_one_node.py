@@ -395,7 +395,8 @@ def test_an_order_to_a_second_bucket_puts_the_first_one_off(root: Path, tmp_path
     first, second = tmp_path / "first", f"file://{tmp_path}/second"
     first.write_text("away")
     writer = ReplicatedWriter(root, object_store=f"file://{first}")
-    save(writer, "step-1", 1)
+    with pytest.warns(ReplicatedCkptWarning, match="it is a file, not a directory"):
+        save(writer, "step-1", 1)
     assert main(["upload", "step-1", "--root", str(root), "--to", second]) == 0
     assert_loads(ReplicatedReader(object_store=second), "step-1", 1)
     first.unlink()

@@ -346,6 +346,40 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     assert uploader.node_report().uploaded == {manifest.save_id}
 
 
+def test_an_order_replaces_a_bucket_that_refuses(moto: Server, tmp_path: Path) -> None:
+    """The save's own bucket has a mistyped name. Once the ordered bucket has the save, the own one is no longer tried,
+    also after a restart, and the save counts as uploaded, but not as there.
+    """
+    wrong, right = "s3://no-such-bucket/x", f"s3://{moto.make_bucket('right')}/x"
+    store, stopping, times = LocalStore(tmp_path / "node"), threading.Event(), [0.0]
+    service, targets = NodeService(store), UploadBook(store.agent_directory())
+    for url in (wrong, right):
+        targets.learn(ObjectTarget.check_supported(url, moto.storage_options()))
+
+    def start_uploader() -> Uploader:
+        book = UploadBook(store.agent_directory())
+        return Uploader(
+            service, book, Pace(1e12, stopping), SilenceTimeouts(), stopping, lambda *_: None, lambda: times[0]
+        )
+
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=wrong)
+    uploader = start_uploader()
+    for _ in range(2):
+        uploader.round()
+        times[0] += 100.0
+    assert uploader.status()["pending"][manifest.save_id]["failing_s"] == 200.0
+    assert uploader.node_report().unable == {manifest.save_id}
+    uploader.order(manifest.save_id, right)
+    uploader.round()
+    assert targets.bucket(right).save_of("step-1") is not None
+    for restarted in (uploader, start_uploader()):
+        restarted.round()
+        assert restarted.status()["pending"] == {}
+        report = restarted.node_report()
+        assert not report.uploading
+        assert report.uploaded == report.absent == {manifest.save_id}
+
+
 class CutPace(Pace):
     """A pace that fails every request: the connection is lost before the first part."""
 

@@ -59,10 +59,10 @@ class CheckpointSeen:
     `state` is one of the states above. `copies_seen` is the number of copies of the shard that has the fewest. `hosts_seen`
     is the smallest number of hosts, or of named domains, that have copies of a shard. `missing` are the files of which no
     intact copy was seen. `not_reached` are the nodes that should have a copy of a file with too few copies, but did not
-    answer. `removed_on` are the nodes whose user has removed the save. `bucket` is "there", "on its way", "not there",
-    "unknown", or "" if the save is not meant for a bucket. `is_mendable`: damaged copies of each missing file may together
-    make an intact copy. `content`: "full"; "weights" if a node that has it, or else the bucket, has dropped its optimizer;
-    "" if that is unknown. `is_rejected`: a user has rejected it, so "latest" skips it.
+    answer. `removed_on` are the nodes whose user has removed the save. `bucket` is "there", "on its way", "refused", "not
+    there", "unknown", or "" if the save is not meant for a bucket. `is_mendable`: damaged copies of each missing file may
+    together make an intact copy. `content`: "full"; "weights" if a node that has it, or else the bucket, has dropped its
+    optimizer; "" if that is unknown. `is_rejected`: a user has rejected it, so "latest" skips it.
     """
 
     checkpoint_id: str
@@ -279,7 +279,8 @@ def _bucket_state(
         return "there" if is_there else "" if manifest is None or manifest.upload is None else "not there"
     node_reports = [held.node_report for held in seen.holdings_by_node.values()]
     if save.save_id in pending(node_reports):
-        return "on its way"
+        is_refused = any(save.save_id in node_report.unable for node_report in node_reports)
+        return "refused" if is_refused else "on its way"
     if any(save.save_id in node_report.absent for node_report in node_reports):
         return "not there"
     if any(save.save_id in node_report.uploaded for node_report in node_reports):

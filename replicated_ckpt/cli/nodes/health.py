@@ -114,7 +114,8 @@ def judge_health(
         *(f"in doubt: {one.describe(seen)}" for one in in_doubt),
         *(() if agent is None else _failing(agent)),
     ]
-    notes = [_describe_idle(seen, idle, root)] if is_idle else []
+    notes = [*(() if agent is None else _advise_on_refused(agent, root))]
+    notes += [_describe_idle(seen, idle, root)] if is_idle else []
     notes += describe_spare(seen, root, seen.unreached.keys() - needed - idle)
     notes += describe_damaged_manifests(rows, seen)
     notes += _describe_diverged(rows, seen)
@@ -192,10 +193,26 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
     protection = agent["protection"]
     for problem in protection["failed"]:
         yield f"re-protection: {problem}"
+    failing_by_url: dict[str, list[Mapping[str, Any]]] = {}
     for upload in agent["object_store"]["pending"].values():
         if upload["error"]:
-            since = format_duration(upload["failing_s"])
-            yield f"upload of {upload['checkpoint_id']} to {upload['url']} has failed since {since}: {upload['error']}"
+            failing_by_url.setdefault(upload["url"], []).append(upload)
+    for url, failing in failing_by_url.items():
+        names, last = list_some([upload["checkpoint_id"] for upload in failing], _NAMED_MAX), failing[-1]
+        lasts = format_duration(max(upload["failing_s"] for upload in failing))
+        yield f"upload of {names} to {url} has failed for {lasts}: {last['error']}"
+
+
+def _advise_on_refused(agent: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """The ways out if a bucket refuses uploads, for example because its name is mistyped."""
+    refused = {upload["url"]: upload for upload in agent["object_store"]["pending"].values() if upload["is_denied"]}
+    for url, upload in refused.items():
+        name, where = quote(upload["checkpoint_id"]), f"--root {quote(str(root))}"
+        yield (
+            f"{url} refuses uploads, and retention keeps these checkpoints until they are uploaded. Mend the bucket or the "
+            f"credentials. Or use another bucket instead: `replicated-ckpt upload {name} {where} --to URL`. Or remove it: "
+            f"`replicated-ckpt rm {name} {where} --keep-in-bucket --force`"
+        )
 
 
 def describe_work(agent: Mapping[str, Any], seen: NodesSeen, *, is_good: bool) -> list[str]:

@@ -133,13 +133,15 @@ class Remover:
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
         wanted = min(row.copies_wanted or 1, len(self.seen.holdings_by_node))
         manifest = self.seen.manifests.get(row.save_id)
+        # A bucket with a mistyped name never gets it.
+        is_waiting = (row.save_id in waiting or row.bucket == "unknown") and not (self._force and self._keeps_bucket)
         return Candidate(
             row.checkpoint_id,
             row.save_id,
             row.sequence,
             is_whole=not row.removed_on and (row.state == IN_BUCKET or bool(row.copies_seen)),
             is_protected=row.state == IN_BUCKET or (row.copies_seen or 0) >= max(1, wanted),
-            held_back=NOT_UPLOADED if row.save_id in waiting or row.bucket == "unknown" else "",
+            held_back=NOT_UPLOADED if is_waiting else "",
             metrics={} if manifest is None else metrics_of(manifest.notes),
             is_rejected=row.is_rejected,
         )
@@ -166,6 +168,11 @@ class Remover:
                     continue
                 try:
                     self._remove(row, outcome)
+                except StoreDenied as exc:
+                    way_out = (
+                        "" if self._keeps_bucket else " Or remove it from the nodes alone: --keep-in-bucket --force."
+                    )
+                    outcome.kept[row.checkpoint_id] = f"{exc}{way_out}"
                 except ReplicatedCkptError as exc:
                     outcome.kept[row.checkpoint_id] = str(exc)
         if outcome.still_on:

@@ -77,7 +77,9 @@ def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_b
     # Without it the run could not resume.
     if find_last_good(remover.list_removable(), {row.save_id for row in chosen}):
         return _describe_last_good(remover, chosen)
-    if keeps_bucket and any(row.bucket == "on its way" and {*row.nodes} <= {remover.seen.own_node} for row in chosen):
+    if keeps_bucket and any(
+        row.bucket in ("on its way", "refused") and {*row.nodes} <= {remover.seen.own_node} for row in chosen
+    ):
         return "is not in its bucket yet, as its upload has not ended, and is on no other node"
     if any(row.save_id not in remover.seen.manifests and row.state != IN_BUCKET for row in chosen):
         return "lies on other nodes only, and none returned its manifest: it may be the last good one of its run"

@@ -218,6 +218,11 @@ class UploadProgress:
         # The exponent is bounded: 2.0 ** 1024 is an OverflowError, after days of failures.
         self._pause(now, min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(state.attempts, 20), longest_s))
 
+    def measure_failing(self, now: float) -> None:
+        """Updates `failing_s`: the last try may be a minute ago."""
+        if self._failing_since is not None:
+            self.state.failing_s = now - self._failing_since
+
     def try_now(self) -> None:
         """Makes the next try due now, as if no try had failed."""
         self.state.is_denied, self.state.failing_s = False, 0.0

@@ -42,8 +42,9 @@ def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[st
     """
     removed = service.store.journal.read_removed()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
-    found = service.store.catalog.committed()
-    asked = (book.apply(manifest) for name, manifest in found if name == manifest.checkpoint_id)
+    found = [manifest for name, manifest in service.store.catalog.committed() if name == manifest.checkpoint_id]
+    own_url_by_save = {one.save_id: one.upload.url for one in found if one.upload is not None}
+    asked = map(book.apply, found)
     url_by_save = {
         one.save_id: one.upload.url for one in asked if one.upload is not None and one.save_id not in removed
     }
@@ -57,7 +58,9 @@ def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[st
     ordered = frozenset(filter(book.is_ordered, uploading))
     unable = frozenset(save_id for save_id, state in states.items() if state.is_denied) & uploading
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
-    absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)
+    # An order may have taken a save to another bucket than its own.
+    elsewhere = {one for one in uploaded if own_url_by_save.get(one, states[one].url) != states[one].url}
+    absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent) | elsewhere
     saves = uploading, uploaded, ordered, removed, unable, absent
     marks = service.marks.read()
     return NodeReport(service.policies.read_all(), *saves, is_drained=service.is_drained, marks=marks)

@@ -20,7 +20,15 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.upload_plan import UploadState, choose_uploader
-from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectCorrupt,
+    ReplicatedCkptError,
+    SaveAborted,
+    SaveSuperseded,
+    StoreDenied,
+    StoreUnavailable,
+)
 from replicated_ckpt.node.peers.watch import PeerWatch, SilenceTimeouts
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.state.upload_book import RETRY_MAX_S, UploadBook, UploadedFiles, UploadProgress
@@ -162,7 +170,9 @@ class Uploader:
             return dict(self._uploads)
 
     def status(self) -> Mapping[str, Any]:
-        uploads = self._read_uploads()
+        uploads, now = self._read_uploads(), self._clock()
+        for upload in uploads.values():
+            upload.measure_failing(now)
         pending = {save_id: asdict(upload.state) for save_id, upload in uploads.items() if upload.is_pending}
         return {"pending": pending, "done": len(uploads) - len(pending), "bytes_sent": self.bytes_sent}
 
@@ -177,6 +187,7 @@ class Uploader:
         upload = self._uploads.get(save_id)
         if upload is None:
             return None
+        upload.measure_failing(self._clock())
         if upload.is_pending and not upload.state.error:
             soon = self._clock() + WAITED_FOR_S
             if upload.due > soon:
@@ -304,9 +315,31 @@ class Uploader:
             self._service.figures.count_error("upload", exc)
             log.warning("upload of %s to %s failed: %s", manifest.checkpoint_id, upload.state.url, exc)
             return exc
-        if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile
+        # Otherwise it was ordered to another bucket meanwhile.
+        if self._uploads.get(manifest.save_id) is upload and not self._is_refused_elsewhere(manifest):
             self.book.forget(manifest.save_id)
         return None
+
+    def _is_refused_elsewhere(self, manifest: Manifest) -> bool:
+        """Whether a user's order stays in force after its commit: the save's own bucket refuses uploads.
+
+        Without the order, this agent would try the own bucket for as long as the save exists.
+        """
+        name = manifest.checkpoint_id
+        if not self.book.is_ordered(manifest.save_id):
+            return False
+        try:
+            own = self._service.store.catalog.manifest(name).upload
+            last_errors = {one.state.kind for one in self._read_uploads().values() if own and one.state.url == own.url}
+            # A bucket that hangs would cost another time-out.
+            if own is not None and StoreUnavailable.__name__ not in last_errors:
+                self.book.bucket(own.url).save_of(name)
+        except (StoreDenied, ConfigInvalid) as exc:
+            log.info("%s is no longer uploaded to its own bucket, which refuses: %s", name, exc)
+            return True
+        except ReplicatedCkptError as exc:
+            log.info("%s is uploaded to its own bucket, too, once that answers: %s", name, exc)
+        return False
 
     def _forget_gone(self, wanted: Collection[str]) -> None:
         """Forgets saves that are no longer here: replaced, retired or removed before their upload was over."""

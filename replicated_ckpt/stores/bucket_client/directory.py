@@ -55,7 +55,7 @@ class DirectoryClient:
             except (FileNotFoundError, NotADirectoryError):
                 if is_plain_file(self._root):  # a mistyped URL must not look like an empty bucket
                     detail, hint = "it is a file, not a directory", "Correct the URL: name a directory."
-                    raise StoreDenied(self.target.url, "list", directory, detail, hint) from None
+                    raise StoreError(self.target.url, "list", directory, detail, hint) from None
                 return Listing()
         return Listing(sizes, tuple(directories))
 
