@@ -59,9 +59,14 @@ def describe_divergences(found: Sequence[Divergence], host_by_rank: Mapping[int,
     return shown + (f" | and {plural(left, 'more value')}" if left > 0 else "")
 
 
+def may_entry_differ(fqn: str, may_differ: Sequence[str]) -> bool:
+    """Whether the name of an entry matches one of these patterns (`fnmatch`)."""
+    return any(fnmatchcase(fqn, pattern) for pattern in may_differ)
+
+
 def without_allowed(found: Iterable[Divergence], may_differ: Sequence[str]) -> list[Divergence]:
-    """The divergences of entries whose names match none of these patterns (`fnmatch`)."""
-    return [one for one in found if not any(fnmatchcase(one.fqn, pattern) for pattern in may_differ)]
+    """The divergences of entries whose names match none of these patterns."""
+    return [one for one in found if not may_entry_differ(one.fqn, may_differ)]
 
 
 def pack_units(hash_by_key: Mapping[int, int]) -> bytes:

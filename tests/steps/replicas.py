@@ -167,10 +167,12 @@ def save_repeatedly(
     """Saves one state again and again. Returns by save the copies that this rank sent, and the report's seconds for
     sending.
 
-    `is_own`: with a RankState, as most jobs have it.
+    `is_own`: with a RankState, as most jobs have it, and with BatchNorm's statistics, which differ by rank.
     """
     values = build(kind, 0, context.rank, context.world_size)
     state: dict[str, Any] = {"app": values.state_dict(), **({"own": RankState()} if is_own else {})}
+    if is_own:
+        state["bn"] = {"running_mean": torch.full((64,), float(context.rank))}
     options = {**writer, **({} if retention is None else {"retention": Retention(keep_last=retention)})}
     used, planner = context.writer(**options), CachedSavePlanner() if is_kept else None
     sent, made, warned, seconds, own, names = [], [], [], [], [], []

@@ -539,7 +539,7 @@ class SaveAttempt:
             parts = self._parts.parts.divide(items_by_owner[owner], own_apart=True)
             try:
                 for part, items in parts.items():
-                    if part is not Part.REST:  # this part has what only the owner has
+                    if part is not Part.REST:  # this part has what this rank may not have
                         copies.append(self._copy(items, part, planner, owner, staged))
             except SaveAborted:
                 raise
@@ -579,9 +579,9 @@ class SaveAttempt:
         if self._decision.turn is not None:
             reports = {rank: receipt.replicas for rank, receipt in enumerate(receipts)}
             found = name_divergences(reports, metadata)
+            found = without_allowed(found, self._config.may_differ)
             self._parts.help_plans.exclude(found)
-            allowed = without_allowed(found, self._config.may_differ)
-            self._divergences = self._parts.replicas.without_named_objects(allowed)
+            self._divergences = self._parts.replicas.without_named_objects(found)
         tensors = [one for one in self._divergences if not one.is_object]
         if tensors and self._config.on_divergence == "raise":
             raise ReplicasDiverged(self._decision.checkpoint_id, describe_divergences(tensors, self._hosts))

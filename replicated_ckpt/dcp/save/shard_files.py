@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from xxhash import xxh3_128
 
+from replicated_ckpt.core.divergence import may_entry_differ
 from replicated_ckpt.core.parts import Part, part_of_entry, part_of_shard, prefixes_of
 from replicated_ckpt.dcp.agreement.decision import ShardReceipt
 from replicated_ckpt.dcp.planning.cached_layouts import holds_paths_only
@@ -42,10 +43,12 @@ _PLANS_KEPT = 8
 class Parts:
     """Divides the entries of a state into parts, by the user's function or by their names. One thread.
 
-    It caches the result for each list of items: a plan that is cached from save to save has the same list.
+    It caches the result for each list of items: a plan that is cached from save to save has the same list. `may_differ`:
+    patterns of names of entries that may differ between replicas.
     """
 
     part_of: PartOf | None = None
+    may_differ: Sequence[str] = ()
     _divided: dict[int, tuple[Sequence[WriteItem], bool, Mapping[Part, Sequence[WriteItem]]]] = field(
         default_factory=dict
     )
@@ -65,7 +68,8 @@ class Parts:
         """The items of each file that a rank writes, in the order of the parts.
 
         A small part goes into the file of the weights, and so does the rest of a state without weights. With
-        `own_apart`, the rest consists of items that only this rank has, which no other rank can copy.
+        `own_apart`, the rest consists of items that no other rank can copy: those that only this rank has, and those that
+        may differ.
         """
         known = self._divided.get(id(items))
         if known is None or known[0] is not items or known[1] is not own_apart:
@@ -75,7 +79,10 @@ class Parts:
         return known[2]
 
     def _divide(self, items: Sequence[WriteItem], *, own_apart: bool) -> Mapping[Part, Sequence[WriteItem]]:
-        own = find_own(item.index.fqn for item in items) if own_apart else frozenset[str]()
+        own = frozenset[str]()
+        if own_apart:
+            names = {item.index.fqn for item in items}
+            own = find_own(names) | {name for name in names if may_entry_differ(name, self.may_differ)}
         found: dict[Part, list[WriteItem]] = {part: [] for part in (Part.WEIGHTS, Part.OPTIMIZER, Part.REST)}
         apart: list[WriteItem] = []
         for item in items:

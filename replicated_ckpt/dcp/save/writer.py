@@ -186,7 +186,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             find_line(),
             self._on_save,
             ReplicaCheck(self.config.parts_compared),
-            Parts(self._part_of),
+            Parts(self._part_of, self.config.may_differ),
         )
 
     def __repr__(self) -> str:

@@ -56,6 +56,10 @@ def test_a_ranks_own_items_are_apart_where_others_copy_its_files() -> None:
     apart = {"own.rank-0-of-4", "x.rank.rank-0-of-4", "x.first"}
     assert divided(Parts(), sizes, own_apart=True) == {Part.WEIGHTS: sizes.keys() - apart, Part.REST: apart}
     assert Part.REST in divided(Parts(), {**sizes, "loader.b": LARGE})
+    differing = Parts(may_differ=("*running_mean",))
+    sizes = {"a": LARGE, "bn.running_mean": 1}
+    assert divided(differing, sizes, own_apart=True) == {Part.WEIGHTS: {"a"}, Part.REST: {"bn.running_mean"}}
+    assert divided(differing, sizes) == {Part.WEIGHTS: sizes.keys()}
 
 
 def test_part_of_alone_determines_the_parts() -> None:

@@ -72,7 +72,9 @@ def test_copies_are_the_owners_files_and_are_not_sent(
     mark_long([("ddp", 2, 2, False), ("hsdp", 4, 1, False), ("unwrapped", 2, 1, True)], keep=[("ddp", 2, 2, False)]),
 )
 def test_only_the_rank_state_is_sent(cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, is_async: bool) -> None:
-    """The state that one rank alone has lies in a file of its own. The other files are still copied from memory."""
+    """The state that one rank alone has, and entries that may differ, lie in a file of their own. The other files are
+    still copied from memory.
+    """
     cluster = cluster_of(nodes)
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_own=True, is_async=is_async)
     results = cluster.run(step, nodes=range(nodes), ranks=ranks)
