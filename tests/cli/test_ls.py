@@ -1,6 +1,8 @@
 """`ls` lists the copies seen and wanted, with silent nodes and damaged files."""
 
 import json
+import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,12 @@ from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.peers.manifests import ManifestBook
 from replicated_ckpt.node.peers.watch import NodeHoldings
+from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
-from tests.agent.agents import stop_agent
+from tests.agent.agents import stop_agent, wait_for
 from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.agent.http.test_tls import certificate
 from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
@@ -282,6 +286,37 @@ def test_several_lost_nodes_are_replaced_by_as_many() -> None:
     addresses = {node: AgentAddress(node, f"host-{node}", 1, "") for node in "bc"}
     (line,) = advise_on_lost(NodesSeen("a", {"a": NodeHoldings(())}, addresses, {}, {}), Path("/r"), ["b", "c"], 2)
     assert line.startswith("if host-b, host-c never come back: run the job with as many new nodes, which receive")
+    assert line.endswith("the copies of what other nodes still have, as 1 node cannot hold 2 copies")
+
+
+def test_nodes_with_the_only_copies_are_lost_in_one_command(tmp_path: Path) -> None:
+    """Two nodes with all copies of a shard are lost: one command names both. `ls`, `repair` and `forget` name the
+    bucket.
+    """
+    url = f"file://{tmp_path}/bucket"
+    nodes = stores(tmp_path, 4)
+    checkpointed(nodes, 1, {shard(0): (0, 3), shard(1): (1, 2), shard(2): (3, 2)}, url=url)
+    where, gone = ("--root", nodes[0].root), sorted(node.node_id() for node in nodes[1:3])
+    for node in nodes:
+        UploadBook(node.agent_directory()).learn(ObjectTarget.check_supported(url, {}))
+    step = f"next step for step-1: load with object_store={url!r}, which has all files"
+    with agents(nodes, *PATIENT) as running:
+        wait_for(lambda: as_json("ls", *where)[1]["checkpoints"][0]["bucket"] == "there", 60, "the upload")
+        for agent, node in zip(running[1:3], nodes[1:3], strict=True):
+            agent.signal(signal.SIGKILL)
+            agent.process.wait()
+            shutil.rmtree(node.root)
+        done = command("ls", *where)
+        both = f"replicated-ckpt repair --root {nodes[0].root} --lost {gone[0]} --lost {gone[1]}"
+        assert f"if host1, host2 never come back: `{both}` makes new copies of what other nodes" in done.stdout
+        assert step in done.stdout
+        done = command(*both.split()[1:])
+        assert f"lost: step-1/{shard(1)} " in done.stdout
+        assert f": copy step-1/{shard(2)} " in done.stdout, done.stdout
+        assert step in done.stdout
+        done = command("forget", gone[0], *where)
+        assert f"would be lost: step-1: {shard(1)}: " in done.stdout
+        assert done.stdout.endswith(f"{step}\n")
 
 
 def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:

@@ -5,23 +5,26 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
 from tests.agent.agents import HOME, running_agent, wait_for
-from tests.agent.checkpoints import checkpointed, shard
-from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
+from tests.agent.checkpoints import checkpointed, introduced, shard
+from tests.agent.repair.test_reprotect import PAIR, RING, agents, meet, stores
 from tests.agent.repair.test_retention import set_policy
 from tests.cli.commands import MAIN, as_json, command
 
@@ -159,7 +162,10 @@ def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:
     for _ in range(2):  # the first command leaves nothing behind
         done = command("status", "--root", nodes[0].root)
         assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "idle"), done.stdout
-    assert f"`replicated-ckpt status --start-agents --root {nodes[0].root}` on each node" in done.stdout
+    start = (
+        f"`replicated-ckpt status --start-agents --rsh ssh --root {nodes[0].root}`, or the same without --rsh on each"
+    )
+    assert start in done.stdout
     assert "fewer copies" not in done.stdout
     code, found = as_json("status", "--root", nodes[0].root)
     assert (code, found["state"], found["reasons"]) == (0, "idle", [])
@@ -169,6 +175,25 @@ def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:
     with FileLock.acquire(nodes[0].agent_directory() / "clients", shared=True) or pytest.fail("the lock is taken"):
         done = command("status", "--root", nodes[0].root)
     assert (done.returncode, "ranks use this store" in done.stdout) == (ExitCode.UNREACHABLE, True), "a job runs"
+
+
+def test_a_lost_node_among_idle_ones_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job has ended, and one host is down: the other nodes may have its copies, but were not asked. The state is idle."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    with agents(nodes) as running, socket.create_server(("127.0.0.1", 0)) as silent:
+        for agent in running:
+            agent.signal(signal.SIGTERM)
+            assert agent.process.wait(60) == 0
+        down = replace(running[2].endpoint.address(), port=silent.getsockname()[1])
+        introduced(nodes[0], [running[1].endpoint.address(), down])
+        assert main(["status", "--root", str(nodes[0].root)]) == ExitCode.OK
+    printed = capsys.readouterr().out
+    assert printed.startswith("idle\nnote: no job uses this store, and no agent runs here, nor on host1: copies there")
+    (note,) = (line for line in printed.splitlines() if line.startswith("note: host2 "))
+    assert "not reached: no answer in time" in note
+    assert note.endswith("Whether other nodes have its copies was not checked")
+    assert "never come" not in printed
 
 
 @pytest.mark.parametrize("pause", ["-3", "0", "nan", "inf", "x"])

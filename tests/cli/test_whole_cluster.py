@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from shlex import quote
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ from tests.agent.agents import HOME, RunningAgent, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
 from tests.agent.repair.test_retention import steps_in
-from tests.cli.commands import as_json, command
+from tests.cli.commands import MAIN, as_json, command
 from tests.cli.removal.test_removal import QUICK, saved
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -281,3 +282,29 @@ def test_after_a_job_one_command_starts_all_agents(tmp_path: Path) -> None:
     assert f"host2 (node {nodes[2].node_id()}): not reached" in done.stdout
     assert "host1" in done.stdout.splitlines()[1]
     assert f"host1 (node {nodes[1].node_id()}): not reached" not in done.stdout
+
+
+def test_an_agent_that_was_started_at_an_unknown_address_is_reported(tmp_path: Path) -> None:
+    """A node has lost its address book: its new agent announces itself to no one, and the command prints that."""
+    nodes, rsh = stores(tmp_path, 2), tmp_path / "rsh"
+    checkpointed(nodes, 1, PAIR)
+    start = f"-c {quote(MAIN)} status --own-agent --start-agents --root {nodes[1].root}"
+    rsh.write_text(f"#!/bin/sh\nPYTHONPATH={HOME} {sys.executable} {start}\n")
+    rsh.chmod(0o755)
+    with (
+        running_agent(nodes[0].root, *QUICK) as one,
+        running_agent(nodes[1].root, *QUICK, "--host", "127.0.0.3") as two,
+    ):
+        meet(one, two)
+        for agent in (two, one):
+            agent.signal(signal.SIGTERM)
+            agent.process.wait(20)
+    (nodes[1].agent_directory() / "peers.json").write_text("[")
+    done = command("ls", "--root", nodes[0].root, "--start-agents", "--rsh", rsh, idle_s=3)
+    for store in nodes:
+        stop_agent(store.root)
+    assert (
+        f"An agent runs on 127.0.0.3, but not at 127.0.0.3:{two.endpoint.port}, the address that this node has."
+        in done.stderr
+    )
+    assert "Hint: The next save or load of a job with ranks on both nodes introduces them." in done.stderr

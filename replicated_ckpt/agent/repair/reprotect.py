@@ -134,8 +134,8 @@ class Protection:
     """The result of one round. `is_complete`: every checkpoint has all its copies, and no silent node is in doubt.
 
     `planned`: number of actions of all nodes together. `done`: of this node's. `failed`: the errors of this node's actions.
-    `short`: number of shards with too few copies, for which no node can take another one. `lost`: number of shards without
-    any copy. `in_doubt`: a silent node does not count as lost yet.
+    `short`: number of shards with too few copies, for which no node can take another one. `lost`: number of those without
+    any copy, also on nodes that this node has no address of. `in_doubt`: a silent node does not count as lost yet.
     """
 
     is_complete: bool
@@ -348,7 +348,7 @@ class Reprotector:
         if is_restored or is_removed:  # a name may now be free for another run's checkpoint
             own = replace(own, holdings=self._service.holdings(), unclaimed=self._service.unclaimed.find_files())
         views = (own, *others)
-        self.seen = Look(manifests, views, going)
+        look = self.seen = Look(manifests, views, going, self._service.peers.read_forgotten())
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         is_complete = plan.is_complete and not in_doubt
@@ -365,7 +365,7 @@ class Reprotector:
             is_complete=is_complete,
             planned=len(plan.actions),
             short=len(plan.short),
-            lost=len(plan.lost),
+            lost=sum(not look.has_unknown_holder(short.save_id, short.shard) for short in plan.lost),
             in_doubt=in_doubt,
         )
         if self._is_active(found):

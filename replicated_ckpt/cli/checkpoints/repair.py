@@ -12,7 +12,14 @@ from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import (
+    advise,
+    advise_on_bucket,
+    describe_absent,
+    describe_newer,
+    find_id,
+    list_checkpoints,
+)
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import show_progress
@@ -288,9 +295,10 @@ def _print_plan(store: LocalStore, audit: Audit) -> None:
     if not audit.plan.actions:
         done = "nothing to repair on the nodes that answered" if audit.unreachable else "nothing to repair"
         print(done if audit.plan.is_complete else "nothing can be repaired now")
-        seen = see_audit(store, audit)
-        for line in advise(list_checkpoints(seen), seen, store.root):
-            print(line)
+    seen = see_audit(store, audit)
+    rows = list_checkpoints(seen)
+    for line in advise_on_bucket(rows, seen) if audit.plan.actions else advise(rows, seen, store.root):
+        print(line)
 
 
 def _print_outcome(done: _Done, audit: Audit) -> None:

@@ -50,6 +50,7 @@ WHOLE, SHORT, NOT_SEEN, LOST, OVERWRITTEN = "whole", "short", "not seen", "lost"
 DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
 RETIRED = "being retired"
 _HOSTS_MAX = 4
+_NAMED_MAX = 4
 
 
 @dataclass(frozen=True)
@@ -384,8 +385,26 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
         *lost,
         *advise_on_unknown_nodes(silent, seen),
         *advise_on_silence(seen, needed, root),
-        *advise_on_lost(seen, root, needed, copies_wanted),
+        *advise_on_lost(seen, root, needed, copies_wanted, is_unseen=any(row.missing for row in short)),
+        *advise_on_bucket(wanted, seen),
     ]
+
+
+def advise_on_bucket(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str]:
+    """The next step for checkpoints with files that only silent nodes may have, if the bucket has the checkpoints."""
+    by_url: dict[str, list[str]] = {}
+    for row in rows:
+        if row.state == NOT_SEEN and row.bucket == "there":
+            by_url.setdefault(_find_url(row, seen), []).append(row.checkpoint_id)
+    return [
+        f"next step for {list_some(names, _NAMED_MAX)}: load with object_store={url!r}, which has all files"
+        for url, names in by_url.items()
+    ]
+
+
+def _find_url(row: CheckpointSeen, seen: NodesSeen) -> str:
+    manifest = seen.manifests.get(row.save_id)
+    return "its bucket" if manifest is None or manifest.upload is None else manifest.upload.url
 
 
 def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
@@ -400,8 +419,6 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
 
 def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, seen: NodesSeen, root: Path) -> str:
     where, may_be_in_bucket = f"--root {quote(str(root))}", row.bucket in ("there", "unknown")
-    manifest = seen.manifests.get(row.save_id)
-    url = "its bucket" if manifest is None or manifest.upload is None else manifest.upload.url
     options = f" --save {row.save_id}" if has_other_version else ""
     options += " --keep-in-bucket" if may_be_in_bucket else ""
     remove = f"replicated-ckpt rm {quote(row.checkpoint_id)} {where}{options}"
@@ -409,7 +426,7 @@ def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, seen: NodesSee
     is_partly_removed = seen.own_node in row.removed_on and bool(left)
     steps = [
         *([f"`replicated-ckpt repair {where}`, which combines the intact blocks of damaged copies"] * row.is_mendable),
-        *([f"load it with object_store={url!r}"] * may_be_in_bucket),
+        *([f"load it with object_store={_find_url(row, seen)!r}"] * may_be_in_bucket),
         'load an older checkpoint, as "latest" does',
         "bring back a disk that has the lost files",
         f"remove the rest of it on {seen.list_names(left)}: {on_each_host(seen, left, remove)}"

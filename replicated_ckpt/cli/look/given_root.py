@@ -28,7 +28,7 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from replicated_ckpt.node.peers.address_book import PeerBook, listening_host
+from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, PeerBook, listening_host
 from replicated_ckpt.node.peers.watch import runs_no_agent
 from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
@@ -262,6 +262,7 @@ def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
     `rsh`: the command that is followed by a host and a command, such as ssh. The store must have the same path there.
     """
     command = f"replicated-ckpt status --own-agent --start-agents --root {quote(str(store.root))}"
+    peers = PeerBook(store.root_agent_directory())
 
     def start(address: AgentAddress) -> None:
         try:
@@ -271,8 +272,9 @@ def start_other_agents(store: LocalStore, rsh: Sequence[str]) -> list[str]:
             # Only a refused connection shows that no agent runs there.
             if runs_no_agent(exc):
                 _run_there(address, [*rsh, address.host, command])
+                _check_address(peers.address_of(address.node_id))
 
-    outcome = FanOut.run(PeerBook(store.root_agent_directory()).read_all(), start)
+    outcome = FanOut.run(peers.read_all(), start)
     return [str(error) for error in outcome.errors.values() if isinstance(error, AgentUnavailable)]
 
 
@@ -291,6 +293,21 @@ def _run_there(address: AgentAddress, words: Sequence[str]) -> None:
     if why:
         hint = "Run it by hand, and see what it needs. The other nodes were not affected."
         raise AgentUnavailable(f"`{shlex.join(words)}` started no agent: {why}", hint)
+
+
+def _check_address(address: AgentAddress) -> None:
+    """Raises AgentUnavailable: the agent that was started there does not serve this address.
+
+    It announces its address only to nodes in its own address book, which may have been lost.
+    """
+    try:
+        with AgentClient(address) as client:
+            client.call("GET", "/v1/status?brief=1")
+    except StoreUnavailable as exc:
+        raise AgentUnavailable(
+            f"An agent runs on {address.host}, but not at {address.host}:{address.port}, the address that this node has.",
+            INTRODUCE_HINT,
+        ) from exc
 
 
 def start_agent(store: LocalStore) -> AgentAddress:

@@ -271,19 +271,31 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> 
     return [*([start] if down else []), *([look] if hung else []), *([plain] if mixed else []), *refused]
 
 
-def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int) -> list[str]:
-    """The next step if these nodes never come back. Each of them may have a missing file of a checkpoint."""
+def advise_on_lost(
+    seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int, *, is_unseen: bool = False
+) -> list[str]:
+    """The next step if these nodes never come back. Each of them may have a missing file of a checkpoint.
+
+    `is_unseen`: no node that answered has that file. If one node alone counts as lost, `repair` waits for the others.
+    """
+    groups = [sorted(nodes)] if is_unseen else [[node] for node in sorted(nodes)]
+    repair = f"replicated-ckpt repair --root {quote(str(root))}"
     # With too few nodes left, `repair --lost` could make no copies.
     if nodes and len(seen.holdings_by_node) < copies_wanted:
+        new = "as many new nodes, which receive" if len(nodes) > 1 else "a new node in its place, which receives"
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
-        names = seen.list_names(nodes)
-        if len(nodes) > 1:
-            return [f"if {names} never come back: run the job with as many new nodes, which receive the copies; {room}"]
-        return [
-            f"if {names} never comes back: run the job with a new node in its place, which receives the copies; {room}"
-        ]
-    repair = f"replicated-ckpt repair --root {quote(str(root))} --lost"
-    return [f"if {seen.name(node)} never comes back: `{repair} {node}` makes its copies anew" for node in sorted(nodes)]
+        step = f"run the job with {new} the copies of what other nodes still have, as {room}"
+        return [f"{_if_lost(seen, nodes)}: {step}"]
+    return [
+        f"{_if_lost(seen, group)}: `{repair} {' '.join(f'--lost {node}' for node in group)}` makes new copies of what "
+        "other nodes still have"
+        for group in groups
+        if group
+    ]
+
+
+def _if_lost(seen: NodesSeen, nodes: Collection[str]) -> str:
+    return f"if {seen.list_names(nodes)} never {'come' if len(nodes) > 1 else 'comes'} back"
 
 
 def describe_spare(seen: NodesSeen, root: object, nodes: Iterable[str]) -> list[str]:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints, list_unmanaged
+from replicated_ckpt.cli.look.checkpoints import (
+    DAMAGED,
+    CheckpointSeen,
+    advise_on_bucket,
+    find_needed,
+    list_checkpoints,
+    list_unmanaged,
+)
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
@@ -58,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         is_missed = not forgotten and node in find_needed(rows, seen)
         _print(seen, node, losses, in_doubt, is_done=is_done, is_missed=is_missed, root=str(store.root))
+        for line in advise_on_bucket([row for row in rows if row.checkpoint_id in losses], seen):
+            print(line)
         if is_done:
             print(_describe_next(seen, node, repeat_command(arguments, store)))
     return ExitCode.OK if is_done else ExitCode.FAILED

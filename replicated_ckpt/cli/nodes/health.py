@@ -100,7 +100,8 @@ def judge_health(
     is_idle = seen.has_own and agent is None and not why_down
     # Agents that ranks started exit after them. A refused connection is not a fault then.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
-    bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
+    short = [row for row in without_superseded(rows) if not row.is_good]
+    bad = [row for row in short if not _waits_for_idle(row, idle)]
     needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}
     found = [(ExitCode.SHARD_LOST, why) for why in _describe(bad, seen, is_lost=True)]
     if why_down:
@@ -116,7 +117,12 @@ def judge_health(
     ]
     notes = [*(() if agent is None else _advise_on_refused(agent, root))]
     notes += [_describe_idle(seen, idle, root)] if is_idle else []
-    notes += describe_spare(seen, root, seen.unreached.keys() - needed - idle)
+    spare = seen.unreached.keys() - needed - idle
+    doubtful = spare & {node for row in short if _waits_for_idle(row, idle) for node in row.not_reached}
+    notes += [
+        f"{line}. Whether other nodes have its copies was not checked" for line in seen.describe_unreached(doubtful)
+    ]
+    notes += describe_spare(seen, root, spare - doubtful)
     notes += describe_damaged_manifests(rows, seen)
     notes += _describe_diverged(rows, seen)
     notes += _describe_rejected(rows, root)
@@ -124,10 +130,12 @@ def judge_health(
     return Health(tuple(found), tuple(bad), tuple(notes), is_idle)
 
 
-def _waits_for_idle(row: CheckpointSeen, seen: NodesSeen, idle: Collection[str]) -> bool:
-    """Whether its missing copies may be on nodes whose agents have also exited."""
-    others = [node for node in row.not_reached if node in seen.unreached and node not in idle]
-    return row.state in (SHORT, NOT_SEEN) and bool(row.not_reached) and bool(idle) and not others
+def _waits_for_idle(row: CheckpointSeen, idle: Collection[str]) -> bool:
+    """Whether nodes whose agents have also exited may have its missing copies.
+
+    A node that is down does not change this: the idle ones may have received its copies since the save.
+    """
+    return bool(idle) and row.state in (SHORT, NOT_SEEN) and bool(row.not_reached)
 
 
 def _describe(bad: Sequence[CheckpointSeen], seen: NodesSeen, *, is_lost: bool) -> Iterator[str]:
@@ -142,9 +150,12 @@ def _describe(bad: Sequence[CheckpointSeen], seen: NodesSeen, *, is_lost: bool) 
 
 def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
     others = f", nor on {seen.list_names(idle)}: copies there were not checked" if idle else ""
-    start = f"`replicated-ckpt status --start-agents --root {quote(str(root))}`{' on each node' if idle else ''}"
+    rsh = " --rsh ssh" if idle else ""
+    start = f"`replicated-ckpt status --start-agents{rsh} --root {quote(str(root))}`"
+    by_hand = ", or the same without --rsh on each node" if idle else ""
     return (
-        f"no job uses this store, and no agent runs here{others}. The next save or load starts agents, as does {start}"
+        f"no job uses this store, and no agent runs here{others}. The next save or load starts agents, as does "
+        f"{start}{by_hand}"
     )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -10,11 +11,28 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 @dataclass(frozen=True)
 class Look:
-    """One look at all nodes, this node first: the manifests by save, the views, and (`going`) saves that are removed."""
+    """One look at all nodes, this node first: the manifests by save, and the views.
+
+    `going`: saves that are being removed. `forgotten`: nodes that a user has removed from the address book.
+    """
 
     manifests: Mapping[str, Manifest]
     views: Sequence[NodeView]
     going: Collection[str] = ()
+    forgotten: Collection[str] = ()
+
+    def has_unknown_holder(self, save_id: str, shard: str) -> bool:
+        """Whether a node that should have the file was never introduced here: its copy may exist."""
+        manifest = self.manifests.get(save_id)
+        if manifest is None:
+            return False
+        entry = manifest.shards.get(shard)  # the metadata has no entry, and each node has a copy
+        holders = [node.node_id for node in manifest.nodes] if entry is None else entry.holders
+        return not self._known.issuperset(holders)
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.forgotten).union(view.node_id for view in self.views)
 
 
 @dataclass(frozen=True)
@@ -22,7 +40,7 @@ class Overview:
     """Figures of all saves together.
 
     `copies_missing`: missing copies of all shards. A save with fewer nodes than copies needs one copy on each node.
-    `shards_lost`: shards without a copy.
+    `shards_lost`: shards without a copy, also on nodes that this node has no address of.
 
     Each time is that of the newest such save, by its coordinator's clock; 0: there is none. `whole_unix_s`: a save of
     which each shard has a copy. `protected_unix_s`: each shard has all its copies. `uploaded_unix_s`: the save is in the
@@ -45,7 +63,9 @@ def make_overview(look: Look) -> Overview:
         wanted = min(manifest.copies, len(manifest.nodes))
         counts = [have[manifest.save_id, shard] for shard in manifest.shards]
         short = sum(max(0, wanted - count) for count in counts)
-        missing, lost = missing + short, lost + counts.count(0)
+        missing += short
+        gone = [shard for shard, count in zip(manifest.shards, counts, strict=True) if not count]
+        lost += sum(not look.has_unknown_holder(manifest.save_id, shard) for shard in gone)
         if manifest.save_id in described and all(counts):
             whole.append(manifest)
             protected += [] if short else [manifest]

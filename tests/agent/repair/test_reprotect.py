@@ -24,6 +24,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.watch import SilenceTimeouts, ask_holdings
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, replaced_saves, shard
@@ -145,6 +146,20 @@ def test_an_agent_that_ranks_started_copies_to_the_end(tmp_path: Path) -> None:
             )
             assert idle.process.wait(60) == 0
     assert held(nodes[1]) == {shard(0)}
+
+
+def test_shards_of_nodes_without_an_address_are_not_lost(tmp_path: Path) -> None:
+    """A node that was never introduced may have its shards. Once the user has forgotten it, they count as lost."""
+    nodes, stopping = stores(tmp_path, 3), threading.Event()
+    checkpointed(nodes, 1, RING)
+    service = NodeService(nodes[0])
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
+    found = reprotector.round()
+    assert (found.short, found.lost) == (1, 0)
+    introduced(nodes[0], [AgentAddress(node.node_id(), "127.0.0.1", 1, "token") for node in nodes[1:]])
+    for node in nodes[1:]:
+        service.peers.forget(node.node_id())
+    assert reprotector.round().lost == 1
 
 
 def test_missing_copies_are_logged_only_in_the_second_round(

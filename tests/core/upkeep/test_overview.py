@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.overview import Look, Overview, make_overview
 from replicated_ckpt.core.upkeep.policy import NOTHING_REPORTED, NodeReport
@@ -47,6 +48,16 @@ def test_a_lost_shard_leaves_the_older_save() -> None:
     """If the newest save has lost a shard, the older save is the newest complete one, with all its copies."""
     found = overview(view("a", new=BOTH[:1]), view("b", new=BOTH[:1]))
     assert found == Overview(2, 1, 10.0, 10.0, 0.0, 0)
+
+
+def test_a_node_that_was_never_introduced_may_have_its_shards() -> None:
+    """A node without an address may have the shards: none counts as lost, until the node has timed out or is forgotten."""
+    own = view("a", new=BOTH[:1])
+    assert (overview(own).shards_lost, overview(own, view("b", GONE)).shards_lost) == (0, 1)
+    look = Look(SAVES, (own,), forgotten=("b",))
+    assert make_overview(look).shards_lost == 1
+    assert look.has_unknown_holder(NEW.save_id, METADATA_NAME) is False
+    assert replace(look, forgotten=()).has_unknown_holder(NEW.save_id, METADATA_NAME)
 
 
 def test_damaged_and_torn_files_are_no_copies() -> None:
