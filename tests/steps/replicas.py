@@ -3,6 +3,7 @@
 import random
 import warnings
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -111,6 +112,17 @@ def train_and_save(context: Context, kind: str, saves: int, parts: int) -> list[
     return found
 
 
+@dataclass
+class Position:
+    """An object with parts whose pickle depends on the process: a tensor's address, and the order of a set and a
+    dictionary.
+    """
+
+    offsets: torch.Tensor
+    seen: set[str]
+    order: dict[str, int]
+
+
 def save_objects(context: Context) -> dict[str, Any]:
     """Saves objects that are equal although pickle writes different bytes for them, and two different ones."""
     text = "".join(["a", "b", str(context.world_size)])  # made anew, so that the ranks' objects share other parts
@@ -121,6 +133,7 @@ def save_objects(context: Context) -> dict[str, Any]:
     }
     order = {"x": 1, "y": 2} if context.rank else {"y": 2, "x": 1}
     state = {
+        "position": Position(torch.arange(3), set(random.Random(context.rank).sample(words, 50)), order),
         "equal": [equal, [(order, 1.5, None, True, b"raw", frozenset(words))]],
         "loader": {"position": 100 + context.rank},
         "step": 7,

@@ -234,6 +234,15 @@ def _hash_object(item: WriteItem, planner: SavePlanner) -> int | None:
 _SCALARS = (int, float, bool, type(None))
 
 
+class _CanonicalPickler(pickle.Pickler):
+    """Pickles an object with the canonical bytes of dictionaries, sets and tensors inside of it."""
+
+    def persistent_id(self, value: Any) -> bytes | None:
+        if type(value) in (dict, set, frozenset) or isinstance(value, torch.Tensor):
+            return b"".join(canonical_bytes(value))
+        return None
+
+
 def canonical_bytes(value: Any) -> Iterator[bytes]:
     """Bytes that are equal for equal values. Pickle's bytes are not: they depend on identities, and on the order of
     sets.
@@ -261,7 +270,7 @@ def canonical_bytes(value: Any) -> Iterator[bytes]:
         yield raw
     else:
         file = BytesIO()
-        pickler = pickle.Pickler(file, protocol=4)
+        pickler = _CanonicalPickler(file, protocol=4)
         pickler.fast = True  # no memo: pickle would write a reference for an identical object, but not for an equal one
         pickler.dump(value)
         yield file.getvalue()
