@@ -12,6 +12,8 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import NodeReport
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.peers.watch import SilenceTimeouts
 from replicated_ckpt.node.saves.service import NodeService
@@ -87,6 +89,23 @@ def test_a_save_removed_before_its_upload_is_not_uploaded(tmp_path: Path) -> Non
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
     assert not uploader.node_report().uploading
+
+
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_a_new_node_leaves_uploads_that_others_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absent: bool
+) -> None:
+    """A blank node with copies does not know the bucket until its first save. That is a failure only for a save that no
+    other node has seen in the bucket.
+    """
+    uploader, service, _ = uploading(tmp_path / "node", f"file://{tmp_path}/another")
+    manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=f"file://{tmp_path}/b")
+    saves = frozenset({manifest.save_id})
+    report = NodeReport(uploaded=saves, absent=saves if is_absent else frozenset())
+    monkeypatch.setattr(uploader, "_look", lambda: [NodeView("other", Presence.UP, (), node_report=report)])
+    uploader.round()
+    assert uploader.status()["pending"].keys() == (saves if is_absent else frozenset())
+    assert uploader.node_report().unable == (saves if is_absent else frozenset())
 
 
 def test_a_removal_here_keeps_what_another_node_has_committed(tmp_path: Path) -> None:

@@ -311,6 +311,9 @@ class Uploader:
             level = logging.WARNING if is_denied else logging.INFO
             log.log(level, "%s is no longer uploaded: %s", manifest.checkpoint_id, exc.message)
         except ReplicatedCkptError as exc:
+            if isinstance(exc, ConfigInvalid) and self._is_uploaded_by_others(manifest):
+                upload.end("committed")
+                return None
             upload.fail(exc, self._clock())
             self._service.figures.count_error("upload", exc)
             log.warning("upload of %s to %s failed: %s", manifest.checkpoint_id, upload.state.url, exc)
@@ -319,6 +322,15 @@ class Uploader:
         if self._uploads.get(manifest.save_id) is upload and not self._is_refused_elsewhere(manifest):
             self.book.forget(manifest.save_id)
         return None
+
+    def _is_uploaded_by_others(self, manifest: Manifest) -> bool:
+        """Whether another node has seen the save in its bucket. A new node may have the copies, but not the bucket's name
+        and credentials, until its first save.
+        """
+        if self.book.is_ordered(manifest.save_id):
+            return False
+        reports = [view.node_report for view in self._look()]
+        return any(manifest.save_id in one.uploaded - one.absent for one in reports)
 
     def _is_refused_elsewhere(self, manifest: Manifest) -> bool:
         """Whether a user's order stays in force after its commit: the save's own bucket refuses uploads.
