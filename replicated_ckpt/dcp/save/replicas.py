@@ -65,7 +65,8 @@ class ReplicaCheck:
         """Coordinator: a save has compared everything, so all differences are known."""
         self._of: tuple[Sequence[WriteItem], int] | None = None
         self._units: list[list[_Unit]] = []
-        self._named: set[str] = set()
+        self._named_tensors: set[str] = set()
+        self._named_objects: set[str] = set()
 
     def next_turn(self, local_items: int, plans: Sequence[SavePlan]) -> Turn | None:
         """Coordinator: the part that the ranks compare in this save. None: nothing, because each item lies on one rank
@@ -86,12 +87,19 @@ class ReplicaCheck:
         """Replicas differ somewhere, so the next save compares everything."""
         self.is_all_known = False
 
-    def note_committed(self, turn: Turn | None, found: Iterable[Divergence]) -> None:
-        """The next save compares the next part. After a failed save, the same part is compared again."""
+    def note_committed(self, turn: Turn | None, found: Sequence[Divergence]) -> None:
+        """The next save compares the next part. After a failed save, the same part is compared again.
+
+        `found`: all divergences of this save.
+        """
         if turn is not None and self._parts:
             self.is_all_known |= turn.parts == 1
             self._next_part = (self._next_part + 1) % self._parts
-        self._named.update(one.fqn for one in found)
+            # Tensors that are equal again: if they diverge once more, that is news.
+            if turn.parts == 1:
+                self._named_tensors.clear()
+        self._named_tensors.update(one.fqn for one in found if not one.is_object)
+        self._named_objects.update(one.fqn for one in found if one.is_object)
 
     def hash_units(self, plan: SavePlan, planner: SavePlanner, turn: Turn) -> bytes:
         """This rank's report: the hashes of the units in this turn. `plan`: the plan before DCP drops duplicates.
@@ -123,11 +131,11 @@ class ReplicaCheck:
         """The divergences without entries that an earlier committed save has reported: most of them differ at every
         later save.
         """
-        return [one for one in found if one.fqn not in self._named]
+        return [one for one in self.without_named_objects(found) if one.is_object or one.fqn not in self._named_tensors]
 
     def without_named_objects(self, found: Iterable[Divergence]) -> list[Divergence]:
         """As `without_named`, but only for objects. A differing tensor is reported for each checkpoint."""
-        return [one for one in found if not one.is_object or one.fqn not in self._named]
+        return [one for one in found if not one.is_object or one.fqn not in self._named_objects]
 
 
 def key_of_unit(index: MetadataIndex, number: int) -> int:

@@ -589,7 +589,7 @@ class SaveAttempt:
 
     def _warn_of_divergences(self) -> None:
         news = self._parts.replicas.without_named(self._divergences)
-        self._parts.replicas.note_committed(self._decision.turn, news)
+        self._parts.replicas.note_committed(self._decision.turn, self._divergences)
         tensors = [one for one in news if not one.is_object]
         objects = [one for one in news if one.is_object]
         name = self._decision.checkpoint_id

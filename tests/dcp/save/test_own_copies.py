@@ -9,12 +9,19 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.core.divergence import Divergence
+from replicated_ckpt.core.divergence import Divergence, Turn
 from replicated_ckpt.core.protocol.placement import Placement
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
 from replicated_ckpt.dcp.agreement.node_post import NodePost
 from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlanner
-from replicated_ckpt.dcp.save.replicas import HelpPlan, HelpPlans, count_copies, digest_of_items, find_helped
+from replicated_ckpt.dcp.save.replicas import (
+    HelpPlan,
+    HelpPlans,
+    ReplicaCheck,
+    count_copies,
+    digest_of_items,
+    find_helped,
+)
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 
@@ -42,6 +49,20 @@ def posts(one: SaveDecision, digests: str, tokens: dict[int, str] | None = None)
         SavePost("c", one.node_of(rank), plan_digest=digest.strip(), help_token=(tokens or {}).get(rank, ""))
         for rank, digest in enumerate(digests)
     ]
+
+
+def test_a_tensor_that_was_equal_in_between_is_named_again() -> None:
+    """A difference is named once while it lasts. A comparison of everything shows that it has ended."""
+    check, everything = ReplicaCheck(16), Turn(0, 1)
+    tensor, thing = (Divergence("w", (0,), 0, is_object, 0, ((0,), (1,))) for is_object in (False, True))
+    thing = replace(thing, fqn="position")
+    assert check.without_named([tensor, thing]) == [tensor, thing]
+    check.note_committed(everything, [tensor, thing])
+    check.note_committed(Turn(1, 16), [])  # this part did not have the tensor
+    assert check.without_named([tensor, thing]) == []
+    assert check.without_named_objects([tensor, thing]) == [tensor]
+    check.note_committed(everything, [])
+    assert check.without_named([tensor, thing]) == [tensor]
 
 
 def test_a_rank_with_a_file_of_unchanged_entries_helps_but_is_not_helped() -> None:
