@@ -236,8 +236,11 @@ def _ask(address: AgentAddress) -> NodeHoldings:
 
 
 def on_each_host(seen: NodesSeen, nodes: Iterable[str], command: str) -> str:
-    """A line for a shell that runs a command on the hosts of these nodes."""
-    named = {seen.hosts.get(node, "") for node in nodes}
+    """A line for a shell that runs a command on the hosts of these nodes, without those that seem to be down."""
+    nodes = set(nodes)
+    # A refused connection shows a host that is up, where the command starts the agent.
+    down = {node for node in nodes & seen.unreached.keys() if not runs_no_agent(seen.unreached[node])}
+    named = {seen.hosts.get(node, "") for node in nodes - down or nodes}
     # A peer may have written the name: one that begins with "-" would be an option of ssh.
     hosts = sorted(host if _HOST.fullmatch(host) else "HOST" for host in named)
     if len(hosts) == 1:
@@ -260,7 +263,8 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> 
         "or load with ranks on both nodes updates the address"
     )
     look = (
-        f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "
+        f"next step: on {seen.list_names(hung)}, if the host is up, run "
+        f"`replicated-ckpt status --root {quote(str(root))}`, "
         "which shows whether the agent is stopped. If the agent runs, a firewall may block its port"
     )
     plain = (

@@ -113,7 +113,8 @@ def _print(
         print(f"{verb}: {checkpoint_id}: {', '.join(names)}: no node that answers has a copy, and {label} may")
     if not is_done:
         print(f"refused: {label} stays in the address book; nothing was changed")
-        print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or use --force")
+        agent = f"replicated-ckpt agent --root {quote(root)}"
+        print(f"next step: bring it back, if only for a minute with `{agent}`; or use --force")
         return
     copies = (
         "agents make new copies of its files, if other nodes can take them"

@@ -392,11 +392,12 @@ class Remover:
             why = f": {outcome.refused[node]}" if node in outcome.refused else ""
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}{why}")
         for node, ids in sorted(outcome.not_reached.items()):
-            gone = f"was not reached (if it never comes back: `replicated-ckpt forget {node}` first)"
+            forget = f"replicated-ckpt forget {node} --root {quote(str(self._store.root))}"
+            gone = f"was not reached (if it never comes back: `{forget}` first)"
             why = gone if node in self.seen.unreached else "was not asked, as this node has no address of it"
             lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
-        if outcome.still_on or outcome.not_reached:
-            run = on_each_host(self.seen, {**outcome.still_on, **outcome.not_reached}, self._again)
+        if left := {*outcome.still_on, *outcome.not_reached} - {self.seen.own_node}:
+            run = on_each_host(self.seen, left, self._again)
             lines.append(
                 f"next step: run the same command on each of these nodes, for example with {run}. Without a common key "
                 f"file ({OWNER_KEY_ENV}) a node removes only its own copies. No node copies a removed checkpoint again"

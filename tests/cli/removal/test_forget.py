@@ -106,6 +106,7 @@ def test_a_node_that_may_hold_the_last_copy_is_not_forgotten(tmp_path: Path) -> 
         f"would be lost: step-1: {shard(1)}: no node that answers has a copy, and host1 (node {gone}) may"
         in done.stdout
     )
+    assert f"`replicated-ckpt agent --root {nodes[0].root}`" in done.stdout
     assert gone in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").read_all()}
     code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
     assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})

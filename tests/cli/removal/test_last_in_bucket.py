@@ -207,7 +207,8 @@ def test_an_unreachable_node_keeps_the_copy_in_the_bucket(tmp_path: Path, capsys
         assert remove(nodes[0]) == ExitCode.UNREACHABLE
         again = ["rm", "step-1", "--root", str(nodes[0].root), "--object-store", url]
         assert main(again) == ExitCode.UNREACHABLE
-        assert f"`replicated-ckpt forget {nodes[1].node_id()}` first), and may hold step-1" in capsys.readouterr().out
+        forget = f"replicated-ckpt forget {nodes[1].node_id()} --root {nodes[0].root}"
+        assert f"`{forget}` first), and may hold step-1" in capsys.readouterr().out
         assert marks(bucket) == ["step-1", "step-2"]
         assert command("forget", "host1", "--root", nodes[0].root).returncode == ExitCode.OK
         assert main(again) == ExitCode.OK
