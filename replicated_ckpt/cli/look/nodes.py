@@ -148,6 +148,16 @@ class NodesSeen:
         name = self.name(node)
         return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
+    def label_all(self, text: object) -> str:
+        """A line of a plan or audit, with the label of each node in place of its id."""
+        ids = "|".join(map(re.escape, sorted(self.names)))
+        # A node without a name stays as it is.
+        return re.sub(rf"\bnode ({ids})\b|(?<=[ ,])({ids})\b", self._label_found, str(text)) if ids else str(text)
+
+    def _label_found(self, found: re.Match[str]) -> str:
+        label = self.label(found[1] or found[2])
+        return found[0] if label in found[0] else label
+
     def describe_unreached(self, nodes: Iterable[str] | None = None) -> list[str]:
         """A line for each of these nodes that did not answer, for all of them if None."""
         return [
