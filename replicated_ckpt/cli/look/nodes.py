@@ -317,5 +317,6 @@ def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
         return []
     names = seen.list_names(unknown)
     if not seen.has_own:
-        return [f"next step: {names} was not asked: name its agent with --nodes, too"]
+        was, agents = ("was", "its agent") if len(unknown) == 1 else ("were", "their agents")
+        return [f"next step: {names} {was} not asked: name {agents} with --nodes, too"]
     return [f"next step: this node has no address of {names}: a save or load with ranks on both nodes adds it"]
