@@ -373,8 +373,8 @@ class StoreFull(StoreError):
     """The store has no space left. Nothing was committed in it, and the previous checkpoint is intact."""
 
     default_hint = (
-        "Free space or inodes (`df -i`), for example with `replicated-ckpt prune --root ROOT --keep-last N`. Then "
-        "save again."
+        "Free space or inodes (`df -i`), for example with `replicated-ckpt prune --root ROOT --keep-last N "
+        "--keep-in-bucket`. Then save again."
     )
 
 

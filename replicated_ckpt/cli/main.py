@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
+from shlex import quote
 from typing import TextIO
 
 from replicated_ckpt.cli.completion import complete, is_completing
@@ -115,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A full disk or a closed pipe is handled below, and not by the interpreter at its exit.
             sys.stdout.flush()
     except ReplicatedCkptError as exc:
-        _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {exc}\n")
+        text, root = str(exc), getattr(arguments, "root", None)
+        if root and "--root ROOT" in text:  # so that the printed command works, also on another node
+            text = text.replace("--root ROOT", f"--root {quote(str(Path(root).absolute()))}")
+        _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {text}\n")
         # Scripts and probes act on the code, which depends on the error's class, not on its text.
         return exit_code_of(exc)
     except KeyboardInterrupt:

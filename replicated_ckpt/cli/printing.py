@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from enum import Enum
 
 
@@ -10,6 +11,12 @@ def add_output_argument(parser: argparse.ArgumentParser, more: str = "") -> None
     """Adds `-o json`. `more` is appended to its help."""
     help_ = "print text (default) or JSON" + (f"; {more}" if more else "")
     parser.add_argument("-o", "--output", dest="json", type=_is_json, default=False, metavar="{text,json}", help=help_)
+
+
+def list_next_steps(lines: Iterable[str]) -> list[str]:
+    """For JSON: the next steps of these lines for people."""
+    mark = "next step: "
+    return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
 
 
 def _is_json(text: str) -> bool:

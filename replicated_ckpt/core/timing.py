@@ -38,7 +38,7 @@ class Slowest:
     def describe(self, name_by_node: Mapping[str, str]) -> str:
         """One line, for people."""
         node = name_by_node.get(self.node_id, self.node_id)
-        who = f"node {node}" if self.rank is None else f"rank {self.rank} on {node}"
+        who = node if self.rank is None else f"rank {self.rank} on {node}"
         if self.phase == LATE:
             return f"slowest: {who}, which began {self.seconds:.2f} s after the others"
         waited = "" if self.waiting_rank is None else f" (rank {self.waiting_rank} waited)"

@@ -32,7 +32,11 @@ def test_a_disk_is_full_when_the_next_save_may_not_fit(free_bytes: int, size_byt
     assert health.code == code
     if code != ExitCode.OK:
         (why,) = health.reasons
-        assert "2 GB of 5 GB free, and its largest save takes 2 GB: the next one may not fit" in why
+        assert (
+            "2 GB of 5 GB free, and its largest save takes 2 GB: the next one may not fit, as 67.1 MB should stay free"
+            in why
+        )
+        assert "`replicated-ckpt prune --root /r --keep-last N --keep-in-bucket` there makes room" in why
 
 
 @pytest.mark.parametrize("is_silent", [True, False])

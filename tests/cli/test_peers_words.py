@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from replicated_ckpt.cli.checkpoints.repair import list_failures
-from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.nodes import NO_NODES, NodesSeen, advise_on_unknown_nodes, on_each_host
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.errors import PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -55,3 +55,22 @@ def test_a_manifest_does_not_rename_a_node_that_is_known() -> None:
     seen = NodesSeen("a", {}, addresses, {}, {manifest.save_id: manifest})
     assert (seen.name("b"), seen.name("c")) == ("node-b", "node-c2")
     assert seen.name("d").isprintable()
+
+
+def test_a_line_for_all_hosts_leaves_out_hosts_that_are_down() -> None:
+    """A host where only the agent ended stays: the command starts it. If no other host is left, the line names all."""
+    ended, silent = StoreUnavailable("c", "GET", "/"), StoreUnavailable("d", "GET", "/")
+    ended.__cause__, silent.__cause__ = ConnectionRefusedError(), TimeoutError()
+    addresses = {node: AgentAddress(node, f"host-{node}", 1, "token") for node in "bcd"}
+    seen = NodesSeen("a", {}, addresses, {"c": ended, "d": silent}, {})
+    assert on_each_host(seen, "bcd", "x") == "`for host in host-b host-c; do ssh $host x; done`"
+    assert on_each_host(seen, "d", "x") == "`ssh host-d x`"
+
+
+def test_a_node_that_was_not_asked_is_named_in_one_sentence() -> None:
+    """`ls --nodes` asks only the given agents. The verb agrees with the number of other nodes."""
+    for unknown, expected in (
+        (["b"], "b was not asked: name its agent"),
+        (["b", "c"], "b, c were not asked: name their agents"),
+    ):
+        assert advise_on_unknown_nodes(unknown, NO_NODES) == [f"next step: {expected} with --nodes, too"]

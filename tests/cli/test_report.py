@@ -56,4 +56,5 @@ def test_a_checkpoint_without_a_report_is_an_error(tmp_path: Path) -> None:
     assert str(tmp_path / "none") in done.stderr
     done = command("report", "latest", "--root", root, "--trace", trace)
     assert done.returncode == ExitCode.OK
+    assert f"trace written to {trace}: " in done.stdout
     assert json.loads(trace.read_bytes())["traceEvents"]

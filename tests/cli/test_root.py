@@ -30,7 +30,7 @@ NO_STORE = {
     "mixed": ExitCode.USAGE,
 }
 SAID = {
-    "missing": "does not exist",
+    "missing": "If this is the right directory, its disk is not mounted, or is new",
     "file": "is a file",
     "empty": "is empty",
     "foreign": "no checkpoint. It has notes.txt",

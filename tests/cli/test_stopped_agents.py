@@ -30,7 +30,7 @@ def test_a_stopped_node_costs_one_timeout(tmp_path: Path, verb: str) -> None:
     assert done.returncode == ExitCode.UNREACHABLE
     assert "not reached: " in done.stdout
     assert "no answer in time" in done.stdout
-    assert "if the host is up, run `replicated-ckpt status --root ROOT`" in done.stdout
+    assert f"if the host is up, run `replicated-ckpt status --root {nodes[0].root}`" in done.stdout
     assert "--start-agents" not in done.stdout, "it starts no agent where a stopped one runs"
 
 

@@ -126,7 +126,7 @@ def test_the_line_names_the_rank_the_phase_and_the_others() -> None:
     assert line == "slowest: rank 1 on host-b, write, 2.40 s; median of the others 0.40 s"
     received = find_slowest(job.run("node-1", "receive"))
     assert received is not None
-    assert f"node node-1, send (rank {received.waiting_rank} waited), " in received.describe({})
+    assert f"slowest: node-1, send (rank {received.waiting_rank} waited), " in received.describe({})
     late = find_slowest(job.run("rank 2", LATE))
     assert late is not None
     assert "slowest: rank 2 on " in late.describe({})

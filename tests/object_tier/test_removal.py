@@ -159,6 +159,7 @@ def test_a_checkpoint_stays_on_the_node_while_its_bucket_is_unknown(
     said = capsys.readouterr().out
     assert "kept: step-1: " in said
     assert "No rank of this node has named the object store" in said
+    assert f"`replicated-ckpt upload step-1 --to {where['object_store']} --root {root}`" in said
     assert (root / "step-1").exists()
     assert in_bucket(where) == ["step-1", "step-2"]
     stop_agent(root)

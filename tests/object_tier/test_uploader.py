@@ -594,7 +594,7 @@ def test_an_upload_that_cannot_end_fails_at_once(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
         assert f"no node that was asked to upload has {shard(1)} (on host1, host2)" in done.stderr
         assert f": No rank of node {nodes[1].node_id()} has named" in done.stderr
-        assert f"`replicated-ckpt upload step-1 --to {url} --root ROOT`" in done.stderr
+        assert f"`replicated-ckpt upload step-1 --to {url} --root {nodes[0].root}`" in done.stderr
         done = command(*order, nodes[2].root, "--no-wait")
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert done.stdout.endswith(f"step-1: the upload to {url} is requested\n")

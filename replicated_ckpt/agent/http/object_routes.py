@@ -14,7 +14,7 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.node.saves.service import NodeService
-from replicated_ckpt.node.state.upload_book import UNKNOWN_HINT, UploadBook
+from replicated_ckpt.node.state.upload_book import UploadBook, unknown_hint
 from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_removal import remove_save
@@ -208,7 +208,7 @@ class ObjectRoutes:
         manifest = self._manifest_of(save_id) or told
         # Before the removal: a remaining order would upload the save again.
         self.uploader.book.forget(save_id)
-        bucket = self.uploader.book.bucket(str(fields["url"]))
+        bucket = self.uploader.book.bucket(str(fields["url"]), checkpoint_id)
         # An upload in progress would put back the objects that are being deleted.
         with self.uploader.paused.pause(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
@@ -219,7 +219,7 @@ class ObjectRoutes:
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("The request `reject` names no save of a checkpoint.")
-        bucket = self.uploader.book.bucket(str(fields["url"]))
+        bucket = self.uploader.book.bucket(str(fields["url"]), checkpoint_id)
         is_there = bucket.mark_rejected(checkpoint_id, save_id, is_rejected=fields["is_rejected"] is True)
         return json_answer(is_there=is_there)
 
@@ -231,13 +231,15 @@ class ObjectRoutes:
     def _order(self, fields: Mapping[str, Any]) -> Answer:
         """Orders the upload of this node's part of a save, to a bucket that this node's own user has named."""
         save_id, url = fields["save_id"], fields["url"]
-        node = f"node {self._service.node_id}"
+        node, store = f"node {self._service.node_id}", self._service.store
         if not is_save_id(save_id):
             raise ConfigInvalid("The request `upload` names no save.")
         # Any peer may order an upload, but none may choose where this node's data goes.
         if url not in self.uploader.book.read_urls():
-            raise ConfigInvalid(f"No rank of {node} has named the object store {str(url)[:200]!r}.", UNKNOWN_HINT)
-        if self._service.store.catalog.checkpoint_of(save_id) is None:
+            shown = str(url)[:200]
+            hint = unknown_hint(shown, store.root, store.catalog.checkpoint_of(save_id) or "ID")
+            raise ConfigInvalid(f"No rank of {node} has named the object store {shown!r}.", hint)
+        if store.catalog.checkpoint_of(save_id) is None:
             raise ObjectMissing(node, "upload", save_id, "this save is not committed here", _ASK_HOLDER)
         self.uploader.order(save_id, url)
         return json_answer()

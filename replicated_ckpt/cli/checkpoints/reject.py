@@ -12,7 +12,7 @@ from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_absent
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import print_if_slow
-from replicated_ckpt.cli.printing import add_output_argument
+from replicated_ckpt.cli.printing import add_output_argument, list_next_steps
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -66,10 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     marked = _mark_nodes(agent, seen, chosen, is_rejected=not arguments.undo)
     for row in chosen:
         _mark_buckets(agent, seen, row, target, marked)
+    lines = list(_describe(marked, seen))
     if arguments.json:
-        print(json.dumps(asdict(marked), indent=2))
+        print(json.dumps({**asdict(marked), "next_steps": list_next_steps(lines)}, indent=2))
     else:
-        print("\n".join(_describe(marked, seen)))
+        print("\n".join(lines))
     return ExitCode.UNREACHABLE if marked.not_reached else ExitCode.OK
 
 

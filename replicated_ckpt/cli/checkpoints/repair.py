@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
         if not arguments.dry_run:
-            _print_outcome(done, audit)
+            _print_outcome(done, audit, see_audit(store, audit))
     code = _exit_code(audit, done, has_in_doubt=bool(in_doubt) and has_save_in_doubt(store))
     return ExitCode.FAILED if (newer or arguments.id in stock) and code != ExitCode.SHARD_LOST else code
 
@@ -286,8 +286,9 @@ def _abort_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
 
 
 def _print_plan(store: LocalStore, audit: Audit) -> None:
+    seen = see_audit(store, audit)
     for action in audit.plan.actions:
-        print(f"to do: {action}")
+        print(f"to do: {seen.label_all(action)}")
     for short in audit.plan.short:
         print(describe_short(short))
     for line in audit.unreachable:
@@ -295,15 +296,14 @@ def _print_plan(store: LocalStore, audit: Audit) -> None:
     if not audit.plan.actions:
         done = "nothing to repair on the nodes that answered" if audit.unreachable else "nothing to repair"
         print(done if audit.plan.is_complete else "nothing can be repaired now")
-    seen = see_audit(store, audit)
     rows = list_checkpoints(seen)
     for line in advise_on_bucket(rows, seen) if audit.plan.actions else advise(rows, seen, store.root):
         print(line)
 
 
-def _print_outcome(done: _Done, audit: Audit) -> None:
+def _print_outcome(done: _Done, audit: Audit, seen: NodesSeen) -> None:
     for short in done.short - set(audit.plan.short):
         print(describe_short(short))
     for action, error in done.errors.items():
-        print(f"failed: {action}: {error}")
+        print(f"failed: {seen.label_all(action)}: {error}")
     print(f"{max(0, len(done.actions) - len(done.errors))} of {plural(len(done.actions), 'action')} done")

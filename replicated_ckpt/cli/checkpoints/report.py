@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         for kind, reports in newest.items():
             print("\n".join(_describe(kind, reports, missing[kind], names)))
         print("\n".join(seen.describe_unreached()), end="\n" if seen.unreached else "")
+        if arguments.trace is not None:
+            print(f"trace written to {arguments.trace}: open it in https://ui.perfetto.dev")
     return ExitCode.UNREACHABLE if seen.unreached and any(missing.values()) else ExitCode.OK
 
 

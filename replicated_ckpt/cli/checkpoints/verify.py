@@ -236,11 +236,11 @@ def as_json(audit: Audit) -> dict[str, Any]:
 def _print(store: LocalStore, audit: Audit, seen: NodesSeen, seconds: float, *, has_others: bool) -> None:
     """Prints the audit of the nodes. `has_others`: checkpoints of stock torch or of newer versions are printed after it."""
     for finding in audit.findings:
-        print(finding)
+        print(seen.label_all(finding))
     for short in audit.plan.short:
         print(describe_short(short))
     for action in audit.plan.actions:
-        print(f"repair would do: {action}")
+        print(f"repair would do: {seen.label_all(action)}")
     if audit.plan.actions:
         repair = f"`replicated-ckpt repair --root {quote(str(name_root(store)))}`"
         print(f"next step: {repair} does this now. Agents that run also do it, within minutes")

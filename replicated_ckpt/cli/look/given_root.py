@@ -68,7 +68,7 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         if owner is None and not of_any_user:
             _check_is_open(store.root, names)
     except (FileNotFoundError, NotADirectoryError) as exc:  # or a directory above it is a file
-        raise CheckpointNotFound(f"Directory {store.root} does not exist.", _NAME_IT) from exc
+        raise CheckpointNotFound(f"Directory {store.root} does not exist.", _new_disk_hint(store.root)) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc
     except OSError as exc:
@@ -81,6 +81,14 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         with translate_errors(str(store.root), "look for", NODE_NAME):
             _check_content(store, names)
     return store
+
+
+def _new_disk_hint(root: Path) -> str:
+    return (
+        f"{_NAME_IT} If this is the right directory, its disk is not mounted, or is new: the first save or load of a rank "
+        "here creates the store. If this node's former disk is lost, another node makes its copies anew: "
+        f"`replicated-ckpt repair --root {quote(str(root))} --lost NODE`."
+    )
 
 
 def _check_is_open(root: Path, names: list[str]) -> None:
@@ -142,8 +150,7 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
         hint = f"Name the store: --root {above}. In it, this is the checkpoint {str(checkpoint_id)!r}."
         raise ConfigInvalid(f"{store.root} is one checkpoint, not a node's store.", hint)
     if not names:
-        hint = f"{_NAME_IT} If this is the right directory, the first save or load of a rank here creates the store."
-        raise CheckpointNotFound(f"{store.root} is empty: it holds no store yet.", hint)
+        raise CheckpointNotFound(f"{store.root} is empty: it holds no store yet.", _new_disk_hint(store.root))
     outer = find_store_above(store.root)
     if outer is not None:
         raise ConfigInvalid(describe_store_above(store.root, outer), f"Name that store: --root {quote(str(outer))}.")

@@ -148,6 +148,16 @@ class NodesSeen:
         name = self.name(node)
         return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
+    def label_all(self, text: object) -> str:
+        """A line of a plan or audit, with the label of each node in place of its id."""
+        ids = "|".join(map(re.escape, sorted(self.names)))
+        # A node without a name stays as it is.
+        return re.sub(rf"\bnode ({ids})\b|(?<=[ ,])({ids})\b", self._label_found, str(text)) if ids else str(text)
+
+    def _label_found(self, found: re.Match[str]) -> str:
+        label = self.label(found[1] or found[2])
+        return found[0] if label in found[0] else label
+
     def describe_unreached(self, nodes: Iterable[str] | None = None) -> list[str]:
         """A line for each of these nodes that did not answer, for all of them if None."""
         return [
@@ -236,8 +246,11 @@ def _ask(address: AgentAddress) -> NodeHoldings:
 
 
 def on_each_host(seen: NodesSeen, nodes: Iterable[str], command: str) -> str:
-    """A line for a shell that runs a command on the hosts of these nodes."""
-    named = {seen.hosts.get(node, "") for node in nodes}
+    """A line for a shell that runs a command on the hosts of these nodes, without those that seem to be down."""
+    nodes = set(nodes)
+    # A refused connection shows a host that is up, where the command starts the agent.
+    down = {node for node in nodes & seen.unreached.keys() if not runs_no_agent(seen.unreached[node])}
+    named = {seen.hosts.get(node, "") for node in nodes - down or nodes}
     # A peer may have written the name: one that begins with "-" would be an option of ssh.
     hosts = sorted(host if _HOST.fullmatch(host) else "HOST" for host in named)
     if len(hosts) == 1:
@@ -260,7 +273,8 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str], root: object) -> 
         "or load with ranks on both nodes updates the address"
     )
     look = (
-        f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "
+        f"next step: on {seen.list_names(hung)}, if the host is up, run "
+        f"`replicated-ckpt status --root {quote(str(root))}`, "
         "which shows whether the agent is stopped. If the agent runs, a firewall may block its port"
     )
     plain = (
@@ -315,5 +329,6 @@ def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
         return []
     names = seen.list_names(unknown)
     if not seen.has_own:
-        return [f"next step: {names} was not asked: name its agent with --nodes, too"]
+        was, agents = ("was", "its agent") if len(unknown) == 1 else ("were", "their agents")
+        return [f"next step: {names} {was} not asked: name {agents} with --nodes, too"]
     return [f"next step: this node has no address of {names}: a save or load with ranks on both nodes adds it"]

@@ -174,7 +174,7 @@ class _Drained:
         lines.append(
             "next step: first end the ranks here, which would save here again, then stop the node. Other drains do "
             "not count its copies until its agent ends or a rank saves here. If this node never comes back: "
-            f"`replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others"
+            f"`replicated-ckpt forget {self.seen.own_node} --root {quote(str(store.root))}` on the others"
         )
         return lines
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -17,7 +17,7 @@ from replicated_ckpt.cli.look.checkpoints import (
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
-from replicated_ckpt.cli.printing import add_output_argument
+from replicated_ckpt.cli.printing import add_output_argument, list_next_steps
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.node.peers.address_book import PeerBook
@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     if is_done and not forgotten:
         with AgentClient(start_agent(store)) as client:
             client.call("POST", "/v1/forget", {"node_id": node})
+    is_missed = not forgotten and node in find_needed(rows, seen)
+    lines = list(_describe(seen, node, losses, in_doubt, is_done=is_done, is_missed=is_missed, root=str(store.root)))
+    lines += advise_on_bucket([row for row in rows if row.checkpoint_id in losses], seen)
+    lines += [_describe_next(seen, node, repeat_command(arguments, store))] if is_done else []
     if arguments.json:
-        print(json.dumps({"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": in_doubt}, indent=2))
+        found = {"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": in_doubt}
+        print(json.dumps({**found, "next_steps": list_next_steps(lines)}, indent=2))
     else:
-        is_missed = not forgotten and node in find_needed(rows, seen)
-        _print(seen, node, losses, in_doubt, is_done=is_done, is_missed=is_missed, root=str(store.root))
-        for line in advise_on_bucket([row for row in rows if row.checkpoint_id in losses], seen):
-            print(line)
-        if is_done:
-            print(_describe_next(seen, node, repeat_command(arguments, store)))
+        print("\n".join(lines))
     return ExitCode.OK if is_done else ExitCode.FAILED
 
 
@@ -106,7 +106,7 @@ def _list_losses(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSe
     return losses | {row.checkpoint_id: list(row.missing) for row in stock if row.missing}
 
 
-def _print(
+def _describe(
     seen: NodesSeen,
     node: str,
     losses: dict[str, list[str]],
@@ -115,25 +115,26 @@ def _print(
     is_done: bool,
     is_missed: bool,
     root: str,
-) -> None:
+) -> Iterator[str]:
     label = seen.label(node)
     for checkpoint_id, names in losses.items():
         verb = "lost with it" if is_done else "would be lost"
-        print(f"{verb}: {checkpoint_id}: {', '.join(names)}: no node that answers has a copy, and {label} may")
+        yield f"{verb}: {checkpoint_id}: {', '.join(names)}: no node that answers has a copy, and {label} may"
     if not is_done:
-        print(f"refused: {label} stays in the address book; nothing was changed")
-        print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or use --force")
+        yield f"refused: {label} stays in the address book; nothing was changed"
+        agent = f"replicated-ckpt agent --root {quote(root)}"
+        yield f"next step: bring it back, if only for a minute with `{agent}`; or use --force"
         return
     copies = (
         "agents make new copies of its files, if other nodes can take them"
         if is_missed
         else "all copies exist without it"
     )
-    print(f"forgotten: this node no longer waits for {label}; {copies}")
+    yield f"forgotten: this node no longer waits for {label}; {copies}"
     for save in in_doubt:
-        print(f"in doubt: {save}")
+        yield f"in doubt: {save}"
     if in_doubt:
-        print(
+        yield (
             f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` aborts saves that are in doubt "
             "only because of it"
         )

@@ -111,7 +111,7 @@ def judge_health(
         *_describe(bad, seen, is_lost=False),
         *map(describe_newer, seen.newer),
         *seen.describe_unreached(needed),
-        *_crowded(seen),
+        *_crowded(seen, root),
         *(f"in doubt: {one.describe(seen)}" for one in in_doubt),
         *(() if agent is None else _failing(agent)),
     ]
@@ -167,13 +167,15 @@ def _unwritable(seen: NodesSeen) -> Iterator[str]:
             yield f"{what}. Its ranks cannot save, and it takes no copies. Check `dmesg` and `df` there"
 
 
-def _crowded(seen: NodesSeen) -> Iterator[str]:
+def _crowded(seen: NodesSeen, root: Path) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
         # Bytes are compared, not shares: 5 % of 100 TB is room for many saves, and 20 % of 100 GB perhaps for none.
         largest = max((sum(one.sizes.values()) for one in held.holdings), default=0)
         if held.room is not None and held.room.size_bytes and held.room.free_bytes < largest + _ROOM_BYTES_MIN:
             what = f"{seen.label(node)}: {describe_room(held.room)}"
-            yield f"{what}, and its largest save takes {describe_bytes(largest)}: the next one may not fit"
+            what = f"{what}, and its largest save takes {describe_bytes(largest)}: the next one may not fit"
+            prune = f"replicated-ckpt prune --root {quote(str(root))} --keep-last N --keep-in-bucket"
+            yield f"{what}, as {describe_bytes(_ROOM_BYTES_MIN)} should stay free. `{prune}` there makes room"
 
 
 def describe_room(room: Room | None) -> str:

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif not going:
         print("nothing to remove")
     elif arguments.dry_run:
-        for line in remover.describe_reach():
+        for line in remover.describe_reach(chosen):
             print(line)
     else:
         print("\n".join(remover.describe(outcome)))

@@ -322,10 +322,7 @@ class Remover:
 
     def _remove_from_bucket(self, row: CheckpointSeen, *, is_last: bool, outcome: Removed) -> None:
         """Removes the save from its buckets. After an interruption, this node still has the save for another try."""
-        manifest = self.seen.manifests.get(row.save_id)
-        upload = None if manifest is None else manifest.upload
-        urls = {*([] if upload is None else [upload.url]), *([] if self._target is None else [self._target.url])}
-        for url in sorted(urls):
+        for url in self._list_urls(row):
             if self._is_left_to_policy(url, row):
                 outcome.left_to_policy[row.checkpoint_id] = url
                 continue
@@ -334,6 +331,13 @@ class Remover:
                 continue
             self._remove_from(url, row)
             outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
+
+    def _list_urls(self, row: CheckpointSeen) -> list[str]:
+        """The bucket that the save names, and the one that the user names."""
+        manifest = self.seen.manifests.get(row.save_id)
+        upload = None if manifest is None else manifest.upload
+        urls = {*([] if upload is None else [upload.url]), *([] if self._target is None else [self._target.url])}
+        return sorted(urls)
 
     def _is_left_to_policy(self, url: str, row: CheckpointSeen) -> bool:
         if not self.leaves_to_policies or (self._target is not None and url == self._target.url):
@@ -360,15 +364,25 @@ class Remover:
         """For a dry run: what would be removed where, and whether other nodes would remove their parts, too."""
         on = {row: self.seen.list_names(row.nodes) for row in chosen}
         plan = [f"would remove {row.checkpoint_id} (save {row.save_id}), on: {where}" for row, where in on.items()]
-        return [*plan, *self.describe_reach()]
+        return [*plan, *self.describe_reach(chosen)]
 
-    def describe_reach(self) -> list[str]:
-        """For a dry run: whether other nodes would remove their parts, too."""
-        if len(self.seen.holdings_by_node) == 1:
-            return []
-        if self._key:
-            return ["each node whose agent was started with this key file removes its part"]
-        return [f"the command removes from this node alone, as {OWNER_KEY_ENV} is not set"]
+    def describe_reach(self, chosen: Sequence[CheckpointSeen]) -> list[str]:
+        """For a dry run: whether other nodes would remove their parts, too, and what would go from which bucket."""
+        lines: list[str] = []
+        if len(self.seen.holdings_by_node) > 1:
+            part = "each node whose agent was started with this key file removes its part"
+            alone = f"the command removes from this node alone, as {OWNER_KEY_ENV} is not set"
+            lines.append(part if self._key else alone)
+        by_url: dict[str, list[str]] = {}
+        for row in [] if self._keeps_bucket else chosen:
+            for url in self._list_urls(row):
+                if not self._is_left_to_policy(url, row):
+                    by_url.setdefault(url, []).append(row.checkpoint_id)
+        for url, ids in sorted(by_url.items()):
+            lines.append(
+                f"also removed from {url} once no node has it, unless --keep-in-bucket is given: {_shorten(ids)}"
+            )
+        return lines
 
     def describe(self, outcome: Removed) -> list[str]:
         """Lines with the outcome: removals, the saves that stay and why, and the next step if copies are left."""
@@ -385,11 +399,12 @@ class Remover:
             why = f": {outcome.refused[node]}" if node in outcome.refused else ""
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}{why}")
         for node, ids in sorted(outcome.not_reached.items()):
-            gone = f"was not reached (if it never comes back: `replicated-ckpt forget {node}` first)"
+            forget = f"replicated-ckpt forget {node} --root {quote(str(self._store.root))}"
+            gone = f"was not reached (if it never comes back: `{forget}` first)"
             why = gone if node in self.seen.unreached else "was not asked, as this node has no address of it"
             lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
-        if outcome.still_on or outcome.not_reached:
-            run = on_each_host(self.seen, {**outcome.still_on, **outcome.not_reached}, self._again)
+        if left := {*outcome.still_on, *outcome.not_reached} - {self.seen.own_node}:
+            run = on_each_host(self.seen, left, self._again)
             lines.append(
                 f"next step: run the same command on each of these nodes, for example with {run}. Without a common key "
                 f"file ({OWNER_KEY_ENV}) a node removes only its own copies. No node copies a removed checkpoint again"

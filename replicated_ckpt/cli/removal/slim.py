@@ -14,6 +14,7 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_hos
 from replicated_ckpt.cli.look.progress import print_if_slow, show_progress
 from replicated_ckpt.cli.printing import add_output_argument
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.core.upkeep.policy import pending, scope_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -71,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     if manifest.checkpoint_id != arguments.id:
         raise renamed_refusal(arguments.id, manifest.checkpoint_id, store.root)
     gone = manifest.dropped or (manifest.weights.dropped if manifest.weights is not None else ())
+    # A small optimizer may lie in the model's files: its removal would free nothing.
+    if not manifest.is_slim and all(part_of_shard(name) is not Part.OPTIMIZER for name in manifest.shards):
+        gone = ()
     outcome = Slimmed(arguments.id, manifest.save_id, list(gone))
     outcome.refused = "" if arguments.force else _find_refusal(manifest, rows, seen)
     if not gone:

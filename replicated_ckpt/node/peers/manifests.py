@@ -96,10 +96,10 @@ class ManifestBook:
             began = time.monotonic()
             try:
                 manifest, size = self._at(node_id, checkpoint_id, save_id)
-            except (ManifestInvalid, ObjectMissing) as exc:
+            except ManifestInvalid as exc:
                 log.warning("manifest of save %s on node %s: %s", save_id, node_id, exc)
                 look.misses[node_id] += 1
-            except ReplicatedCkptError as exc:
+            except ReplicatedCkptError as exc:  # or the save was removed meanwhile
                 log.info("manifest of save %s on node %s: %s", save_id, node_id, exc)
                 look.misses[node_id] += 1
             else:

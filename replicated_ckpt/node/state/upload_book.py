@@ -6,6 +6,7 @@ import random
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
@@ -21,9 +22,14 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 log = logging.getLogger(__name__)
 
 NAME = "uploads.json"
-UNKNOWN_HINT = "Save from a rank here, or run `replicated-ckpt upload --to URL`, to name it again."
 _TARGETS_MAX = 64
 _Known = tuple[list[ObjectTarget], dict[str, str], list[tuple[str, str, dict[str, Any]]]]
+
+
+def unknown_hint(url: str, root: Path, checkpoint_id: str) -> str:
+    """The hint for a bucket that no rank of this node has named."""
+    command = f"replicated-ckpt upload {quote(checkpoint_id)} --to {quote(url)} --root {quote(str(root))}"
+    return f"Save from a rank here, or run `{command}` here, to name it again."
 
 
 class UploadBook:
@@ -35,6 +41,7 @@ class UploadBook:
 
     def __init__(self, directory: Path, part_bytes: int = PART_BYTES) -> None:
         self._part_bytes = part_bytes
+        self._root = directory.parent
         self._file = StateFile(directory / NAME, 0o600)
         self._lock = threading.Lock()
         targets, self._url_by_save, begun = self._file.read_state(_parse) or ([], {}, [])
@@ -67,8 +74,8 @@ class UploadBook:
         with self._lock:
             return tuple(self._target_by_url)
 
-    def bucket(self, url: str) -> Bucket:
-        """The bucket of a URL.
+    def bucket(self, url: str, checkpoint_id: str = "ID") -> Bucket:
+        """The bucket of a URL. `checkpoint_id`: for the hint.
 
         Raises:
             ConfigInvalid: no rank of this node has named it, or its options are invalid.
@@ -78,7 +85,9 @@ class UploadBook:
         if known is not None:
             return known
         if target is None:
-            raise ConfigInvalid(f"No rank of this node has named the object store {url}.", UNKNOWN_HINT)
+            raise ConfigInvalid(
+                f"No rank of this node has named the object store {url}.", unknown_hint(url, self._root, checkpoint_id)
+            )
         opened = Bucket(open_client(target, self._part_bytes))  # it may look for credentials for seconds
         with self._lock:
             # New credentials may have come meanwhile: a client with the old ones must not be kept.

@@ -37,7 +37,7 @@ _HINT_BY_ERRNO = {
 }
 _QUOTA_HINT = (
     "A quota is used up: see `quota -s` or `btrfs qgroup show`, as `df` may not show it. Raise it, or run "
-    "`replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
+    "`replicated-ckpt prune --root ROOT --keep-last N --keep-in-bucket`. Then save again."
 )
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The process or host is out of descriptors or memory: such an error proves nothing about the file."""

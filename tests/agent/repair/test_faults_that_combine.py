@@ -1,7 +1,9 @@
 """Several faults at one node at the same time: no save that may have been acknowledged is removed."""
 
 import contextlib
+import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -491,6 +493,18 @@ def test_the_manifest_of_a_replaced_version_is_found(service: NodeService) -> No
     replace_one(service)
     manifests = ManifestBook(service.store, service.node_id, service.peers).of(look(service))
     assert manifests.keys() == {OLD, NEW}
+
+
+def test_a_save_that_is_removed_during_a_look_is_no_warning(
+    service: NodeService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when `prune` runs on all nodes at once."""
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    views = look(service)
+    shutil.rmtree(service.store.root / "step-10")
+    assert ManifestBook(service.store, service.node_id, service.peers).of(views) == {}
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("is_done", [False, True])

@@ -78,7 +78,8 @@ def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None
         (ids[1], str(nodes[1].root / "step-1/.manifest.json"), "corrupt"),
     }
     for node, path, _ in listed:
-        assert any(path in line and node in line and "expected" in line for line in done.stdout.splitlines())
+        where = f"{path} on host{ids.index(node)} (node {node}): expected"
+        assert any(where in line for line in done.stdout.splitlines())
 
 
 def test_an_unknown_lost_node_is_a_usage_error(tmp_path: Path) -> None:
@@ -118,6 +119,9 @@ def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
         done = command("repair", nodes[0].root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "2 of 2 actions done" in done.stdout
+        one, two = (f"host{number} (node {store.node_id()})" for number, store in enumerate(nodes))
+        assert f"to do: {one}: replace the damaged step-1/{shard(0)} " in done.stdout
+        assert f"to do: {two}: copy step-1 (manifest, metadata) from {one}" in done.stdout
         assert command("verify", nodes[0].root).returncode == ExitCode.OK
         assert "nothing to repair" in command("repair", nodes[0].root).stdout
     assert [findings(store) for store in nodes] == [[], []]

@@ -42,6 +42,7 @@ def test_a_drained_node_can_be_lost(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
         assert f"host2 (node {nodes[2].node_id()}) may be taken down" in done.stdout
         assert "Other drains do not count its copies until its agent ends" in done.stdout
+        assert f"`replicated-ckpt forget {nodes[2].node_id()} --root {nodes[2].root}` on the others" in done.stdout
         assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
         assert held(nodes[0], "alone") | held(nodes[1], "alone") == {shard(0)}
     shutil.rmtree(nodes[2].root)

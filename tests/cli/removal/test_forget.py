@@ -50,6 +50,8 @@ def test_a_forgotten_node_is_replaced(tmp_path: Path) -> None:
             assert "host2" not in command("ls", "--root", store.root).stdout
         wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+        _, found = as_json("forget", gone, "--root", nodes[0].root)
+        assert found["next_steps"][0].startswith("run the same command on host1, for example with `ssh host1 ")
         for name in (gone, "host2"):  # again, as the first answer may have been lost
             done = command("forget", name, "--root", nodes[0].root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
@@ -106,6 +108,7 @@ def test_a_node_that_may_hold_the_last_copy_is_not_forgotten(tmp_path: Path) -> 
         f"would be lost: step-1: {shard(1)}: no node that answers has a copy, and host1 (node {gone}) may"
         in done.stdout
     )
+    assert f"`replicated-ckpt agent --root {nodes[0].root}`" in done.stdout
     assert gone in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").read_all()}
     code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
     assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})

@@ -1,5 +1,6 @@
 """`rm` removes a checkpoint from the bucket with its last copy on a node, also if it runs on several nodes at once."""
 
+import errno
 import shutil
 import signal
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
@@ -35,6 +37,20 @@ def uploaded(folder: Path) -> list[LocalStore]:
     for number in (1, 2):
         checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", url=URL)
     return nodes
+
+
+def test_a_dry_run_names_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The save is also removed from there, unless --keep-in-bucket is given. The hint for a full disk has the option."""
+    dry_run = ["rm", "step-1", "--dry-run", "--force", "--root", str(uploaded(tmp_path)[0].root)]
+    assert main(dry_run) == ExitCode.OK
+    expected = f"also removed from {URL} once no node has it, unless --keep-in-bucket is given: step-1\n"
+    assert expected in capsys.readouterr().out
+    assert main([*dry_run, "--keep-in-bucket"]) == ExitCode.OK
+    assert "also removed" not in capsys.readouterr().out
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        assert (
+            "prune --root ROOT --keep-last N --keep-in-bucket`" in store_error_of(OSError(number, ""), "", "", "").hint
+        )
 
 
 @pytest.fixture
@@ -191,7 +207,8 @@ def test_an_unreachable_node_keeps_the_copy_in_the_bucket(tmp_path: Path, capsys
         assert remove(nodes[0]) == ExitCode.UNREACHABLE
         again = ["rm", "step-1", "--root", str(nodes[0].root), "--object-store", url]
         assert main(again) == ExitCode.UNREACHABLE
-        assert f"`replicated-ckpt forget {nodes[1].node_id()}` first), and may hold step-1" in capsys.readouterr().out
+        forget = f"replicated-ckpt forget {nodes[1].node_id()} --root {nodes[0].root}"
+        assert f"`{forget}` first), and may hold step-1" in capsys.readouterr().out
         assert marks(bucket) == ["step-1", "step-2"]
         assert command("forget", "host1", "--root", nodes[0].root).returncode == ExitCode.OK
         assert main(again) == ExitCode.OK
@@ -208,6 +225,12 @@ def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pyte
     prune = ["prune", "--keep-last", "1", "--root", str(nodes[0].root)]
     with agents(nodes):
         wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the uploads")
+        assert main([*prune, "--dry-run"]) == ExitCode.OK
+        assert "also removed from" not in capsys.readouterr().out
+        assert main([*prune, "--dry-run", "--object-store", url]) == ExitCode.OK
+        assert f"also removed from {url} once no node has it" in capsys.readouterr().out
+        assert main([*prune, "--dry-run", "--object-store", url, "--keep-in-bucket"]) == ExitCode.OK
+        assert "also removed from" not in capsys.readouterr().out
         assert main(prune) == ExitCode.OK
         printed = capsys.readouterr().out
         assert (

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,19 @@ def test_a_checkpoint_without_optimizer_is_refused(tmp_path: Path, capsys: Capsy
     assert (code, out.splitlines()) == (ExitCode.FAILED, [f"refused: step-1 {_NONE}; nothing was changed"])
     assert findings(store) == []
     assert main(["slim", "step-9", "--root", str(store.root)]) != ExitCode.OK
+
+
+def test_an_optimizer_without_files_of_its_own_is_refused(tmp_path: Path, capsys: Capsys) -> None:
+    """A small optimizer lies in the model's files: its removal would free nothing."""
+    store = LocalStore(tmp_path / "node")
+    layout = with_optimizer({shard(0): (0,)})
+    manifest = checkpointed([store], 1, layout, copies=1, size_bytes=3000, lineage=LINEAGE)
+    manifest = replace(manifest, shards={shard(0): manifest.shards[shard(0)]})
+    (store.root / "step-1" / shard(0, Part.OPTIMIZER)).unlink()
+    (store.root / "step-1" / ".manifest.json").write_bytes(manifest.encode())
+    code, out = run(capsys, "slim", "step-1", "--root", store.root, "--force")
+    assert (code, out.splitlines()) == (ExitCode.FAILED, [f"refused: step-1 {_NONE}; nothing was changed"])
+    assert contents(capsys, store)["step-1"] == "full"
 
 
 _NONE = "has no optimizer in separate files, or nothing but an optimizer"

@@ -176,7 +176,7 @@ def test_the_command_rejects_and_the_others_show_the_rejection(
     undo = f"`replicated-ckpt reject step-2 --undo --root {root}`"
     assert f'note: "latest" skips rejected checkpoints: step-2. To end a rejection: {undo}' in told
     code, told = run("reject", "step-2", "--undo", "-o", "json")
-    assert json.loads(told)["buckets"] == [bucket]
+    assert (json.loads(told)["buckets"], json.loads(told)["next_steps"]) == ([bucket], [])
     assert "rejected" not in run("ls", "--object-store", bucket)[1]
     assert run("reject", "step-9")[0] == ExitCode.NOT_FOUND
     shutil.rmtree(root / "step-1")
