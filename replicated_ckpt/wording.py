@@ -89,7 +89,7 @@ def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
         step = "Give the loading user read permission for the files above (`ls -l` shows the owner), and load again"
     elif absent or not searched:
         step = f"{_bring_back(absent)}, and load again"
-    older = "" if is_latest else ', or load an older checkpoint ("latest" skips this one once the damage is recorded)'
+    older = "" if is_latest else ', or load an older checkpoint ("latest" takes the newest one without known damage)'
     return f"{step}{older}."
 
 

@@ -205,7 +205,7 @@ def test_damage_that_a_restore_finds_is_skipped_by_the_next_one(tmp_path: Path, 
     stop_agent(tmp_path)
     flip(tmp_path / "step-2" / "__0_0.distcp")
     with running_agent(tmp_path) if has_agent else nullcontext(), CheckpointManager(tmp_path) as manager:
-        with pytest.raises(CheckpointException, match='"latest" skips this one once the damage is recorded'):
+        with pytest.raises(CheckpointException, match='"latest" takes the newest one without known damage'):
             manager.restore(state(0))
         wait_for(lambda: DamageBook(LocalStore(tmp_path)).read_all(), 20, "the agent's own read")
         found = state(0)
