@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_absent, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_absent, list_checkpoints, list_urls
 from replicated_ckpt.cli.look.given_root import add_root_argument, open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import print_if_slow
@@ -87,10 +87,7 @@ def _mark_buckets(
     agent: AgentAddress, seen: NodesSeen, row: CheckpointSeen, target: ObjectTarget | None, marked: Marked
 ) -> None:
     """Marks the save in its own bucket, by this node's agent, which has the credentials, and in the one the user names."""
-    manifest = seen.manifests.get(row.save_id)
-    upload = None if manifest is None else manifest.upload
-    urls = {*([] if upload is None else [upload.url]), *([] if target is None else [target.url])}
-    for url in sorted(urls):
+    for url in list_urls(row, seen, target):
         try:
             if target is not None and url == target.url:
                 with print_if_slow(url), closing(open_client(target)) as client:

@@ -41,6 +41,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket import BucketSave
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
@@ -400,6 +401,13 @@ def advise_on_bucket(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[st
         f"next step for {list_some(names, _NAMED_MAX)}: load with object_store={url!r}, which has all files"
         for url, names in by_url.items()
     ]
+
+
+def list_urls(row: CheckpointSeen, seen: NodesSeen, target: ObjectTarget | None) -> list[str]:
+    """The bucket that the save names, and the one that the user names."""
+    manifest = seen.manifests.get(row.save_id)
+    upload = None if manifest is None else manifest.upload
+    return sorted({*([] if upload is None else [upload.url]), *([] if target is None else [target.url])})
 
 
 def _find_url(row: CheckpointSeen, seen: NodesSeen) -> str:

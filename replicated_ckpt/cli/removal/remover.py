@@ -12,7 +12,7 @@ from typing import Any, Self
 from replicated_ckpt.agent.state.rights import read_owner_key
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints, list_urls
 from replicated_ckpt.cli.look.given_nodes import as_owner
 from replicated_ckpt.cli.look.given_root import add_root_argument, repeat_command, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes, on_each_host
@@ -322,7 +322,7 @@ class Remover:
 
     def _remove_from_bucket(self, row: CheckpointSeen, *, is_last: bool, outcome: Removed) -> None:
         """Removes the save from its buckets. After an interruption, this node still has the save for another try."""
-        for url in self._list_urls(row):
+        for url in list_urls(row, self.seen, self._target):
             if self._is_left_to_policy(url, row):
                 outcome.left_to_policy[row.checkpoint_id] = url
                 continue
@@ -331,13 +331,6 @@ class Remover:
                 continue
             self._remove_from(url, row)
             outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
-
-    def _list_urls(self, row: CheckpointSeen) -> list[str]:
-        """The bucket that the save names, and the one that the user names."""
-        manifest = self.seen.manifests.get(row.save_id)
-        upload = None if manifest is None else manifest.upload
-        urls = {*([] if upload is None else [upload.url]), *([] if self._target is None else [self._target.url])}
-        return sorted(urls)
 
     def _is_left_to_policy(self, url: str, row: CheckpointSeen) -> bool:
         if not self.leaves_to_policies or (self._target is not None and url == self._target.url):
@@ -375,7 +368,7 @@ class Remover:
             lines.append(part if self._key else alone)
         by_url: dict[str, list[str]] = {}
         for row in [] if self._keeps_bucket else chosen:
-            for url in self._list_urls(row):
+            for url in list_urls(row, self.seen, self._target):
                 if not self._is_left_to_policy(url, row):
                     by_url.setdefault(url, []).append(row.checkpoint_id)
         for url, ids in sorted(by_url.items()):

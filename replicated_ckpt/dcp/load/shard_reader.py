@@ -261,16 +261,21 @@ class ShardReader:
         save, shards_by_node = self._survey.found, dict[str, list[str]]()
         # `findings` omit this node even if its agent is silent, because its disk is read without the agent.
         silent = {*self.findings.silent, *self._survey.silent}
+
+        def find_why(shard: str) -> str:
+            return "; ".join(self.findings.failures(shard))
+
         for node, shard in self.findings.suspects():
-            if node in self._address_by_node and node not in silent:
+            if node in silent:
+                continue
+            if node in self._address_by_node:
                 shards_by_node.setdefault(node, []).append(shard)
-            elif node == self._own_node and node not in silent:  # a load without a process group has no own address
-                note_own_suspect(self._store, save, shard, "; ".join(self.findings.failures(shard)))
+            elif node == self._own_node:  # a load without a process group has no own address
+                note_own_suspect(self._store, save, shard, find_why(shard))
 
         def report(node: str) -> bool:
-            at = self._address_by_node[node]
-            whys = ((shard, "; ".join(self.findings.failures(shard))) for shard in shards_by_node[node])
-            return all(report_suspect(at, save.checkpoint_id, save.save_id, shard, why) for shard, why in whys)
+            at, shards = self._address_by_node[node], shards_by_node[node]
+            return all(report_suspect(at, save.checkpoint_id, save.save_id, one, find_why(one)) for one in shards)
 
         FanOut.run(shards_by_node, report)
 

@@ -342,9 +342,11 @@ class Uploader:
             return False
         try:
             own = self._service.store.catalog.manifest(name).upload
-            last_errors = {one.state.kind for one in self._read_uploads().values() if own and one.state.url == own.url}
+            if own is None:
+                return False
+            last_errors = {one.state.kind for one in self._read_uploads().values() if one.state.url == own.url}
             # A bucket that hangs would cost another time-out.
-            if own is not None and StoreUnavailable.__name__ not in last_errors:
+            if StoreUnavailable.__name__ not in last_errors:
                 self.book.bucket(own.url).save_of(name)
         except (StoreDenied, ConfigInvalid) as exc:
             log.info("%s is no longer uploaded to its own bucket, which refuses: %s", name, exc)

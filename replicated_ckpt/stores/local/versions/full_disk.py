@@ -17,7 +17,7 @@ _SMALL_FILES_BYTES = 1 << 20
 _RESERVED_BYTES = 128 << 10
 """Reserved bytes: enough for an agent's small files and first log lines at its start, and for a removal."""
 _RESERVE_NAMES = (ROOM_NAME, f"{ROOM_NAME}.1")
-"""Two files, for their inodes: an agent replaces a small file by a new one beside it, and may create its log."""
+"""Two files, for their inodes: an agent writes a small file anew under a second name, and may create its log."""
 
 
 def write_with_room(
